@@ -1,0 +1,28 @@
+"""Expert-parallel mixture-of-experts layers: dispatch, experts, combine, and what they report.
+
+Start with `layer.py`, then `dispatch.py` and `exchange.py`; `reference.py` says what all of it must equal.
+"""
+
+from moe.config import ModelConfig, MoEConfig
+from moe.exchange import DistExchange, LoopbackWorld, SoloExchange
+from moe.groups import Groups, make_groups
+from moe.layer import MoELayer, NonFiniteRouterError
+from moe.meter import LoadMeter, LoadSample
+from moe.reference import DenseMoE
+from moe.topology import Topology
+
+__all__ = [
+    "DenseMoE",
+    "DistExchange",
+    "Groups",
+    "LoadMeter",
+    "LoadSample",
+    "LoopbackWorld",
+    "MoEConfig",
+    "MoELayer",
+    "ModelConfig",
+    "NonFiniteRouterError",
+    "SoloExchange",
+    "Topology",
+    "make_groups",
+]

@@ -1,0 +1,77 @@
+"""Settings of the expert layer and of the model around it. Every field's help names unit and a good value."""
+
+from dataclasses import dataclass, field
+
+from routing.config import RouterConfig
+
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoEConfig:
+    """What a `MoELayer` needs to know: the router's settings and the shape of its experts."""
+
+    router: RouterConfig = field(default_factory=RouterConfig)
+    expert_hidden: int = field(
+        default=256,
+        metadata={"help": "hidden width F of one expert (elements); 1 to 4 times the model width"},
+    )
+    shared_hidden: int = field(
+        default=0, metadata={"help": "hidden width of the shared expert that sees every token; 0 = none"}
+    )
+
+    def __post_init__(self) -> None:
+        if self.expert_hidden < 1:
+            raise ValueError(f"moe.expert_hidden={self.expert_hidden} must be at least 1")
+        if self.shared_hidden < 0:
+            raise ValueError(f"moe.shared_hidden={self.shared_hidden} must be 0 (no shared expert) or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """What a `Transformer` needs to know, its MoE layers included."""
+
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    vocab_size: int = field(default=256, metadata={"help": "size of the vocabulary; 256 for bytes"})
+    num_layers: int = field(default=4, metadata={"help": "transformer blocks, dense ones included; 2 to 60"})
+    num_dense_layers: int = field(
+        default=0, metadata={"help": "leading blocks with a dense feed-forward instead of experts; 0 to 3"}
+    )
+    d_model: int = field(default=128, metadata={"help": "model width D (elements); a multiple of num_heads"})
+    num_heads: int = field(default=4, metadata={"help": "attention heads; d_model / num_heads is 32 to 128"})
+    dense_hidden: int = field(
+        default=512, metadata={"help": "hidden width of a dense block's feed-forward (elements); 4 * d_model"}
+    )
+    seq_len: int = field(default=256, metadata={"help": "longest sequence (tokens); 128 to 4096"})
+    rope_base: float = field(default=10000.0, metadata={"help": "base of the rotary position angles; 10000"})
+    dtype: str = field(
+        default="float32",
+        metadata={
+            "help": "type of weights and activations: float32, or bfloat16 with float32 master weights",
+            "choices": DTYPES,
+        },
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "num_layers", "d_model", "num_heads", "dense_hidden", "seq_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
+        if not 0 <= self.num_dense_layers <= self.num_layers:
+            raise ValueError(
+                f"model.num_dense_layers={self.num_dense_layers} is out of "
+                f"0..model.num_layers={self.num_layers}"
+            )
+        if self.d_model % (2 * self.num_heads):
+            step = 2 * self.num_heads
+            below = max(step, self.d_model // step * step)
+            raise ValueError(
+                f"model.d_model={self.d_model} is not an even multiple of model.num_heads={self.num_heads} "
+                f"(rotary angles pair the elements of a head); use {below} or {below + step}"
+            )
+        if self.dtype not in DTYPES:
+            raise ValueError(f"model.dtype={self.dtype!r} is unknown; use one of {', '.join(DTYPES)}")
+        if self.moe.router.d_model != self.d_model:
+            raise ValueError(
+                f"moe.router.d_model={self.moe.router.d_model} differs from model.d_model={self.d_model}: "
+                "router and model share one width"
+            )

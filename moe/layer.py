@@ -1,0 +1,201 @@
+"""MoELayer: the forward of an expert-parallel layer in a few lines. The file to read first in this package.
+
+    x_TD -> router -> Routing -> counts [P, E] -> split -> dispatch -> experts -> combine -> y_TD
+
+The split, the groups, the meter and the timer come in from outside; no engine is needed.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import numpy as np
+import torch
+from torch import nn
+
+from moe.config import MoEConfig
+from moe.dispatch import combine, dispatch
+from moe.exchange import DistExchange, SoloExchange
+from moe.experts import Experts, SwiGLU
+from moe.groups import Groups
+from moe.meter import LoadMeter
+from moe.placement import Split, even_split, home_slots
+from moe.timing import no_timer
+from moe.topology import Topology
+from routing import Router, Routing, losses
+
+
+class NonFiniteRouterError(RuntimeError):
+    """The router of some rank produced NaN or infinite logits. Raised on every rank of the EP group alike."""
+
+    def __init__(self, layer: int, ranks: list[int]) -> None:
+        super().__init__(
+            f"router logits of MoE layer {layer} are NaN or infinite on rank {', '.join(map(str, ranks))}"
+        )
+        self.layer, self.ranks = layer, ranks
+
+
+class MoELayer(nn.Module):
+    """A mixture-of-experts feed-forward whose experts are spread over the ranks of an EP group.
+
+    config:   shapes and router settings;  topology: the rank grid;
+    groups:   this rank's process groups; None where the EP group is one rank, or the whole job;
+    split:    (counts_PE, slot_to_expert_S) -> rows_PS, the share of every slot in this batch;
+    meter:    LoadMeter that the layer reports to;  timer: phase -> context manager.
+
+    >>> _ = torch.manual_seed(0)
+    >>> layer = MoELayer(MoEConfig(), Topology())
+    >>> y, aux_loss = layer(torch.randn(2, 5, 128))
+    >>> y.shape, bool(aux_loss > 0)
+    (torch.Size([2, 5, 128]), True)
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        topology: Topology,
+        *,
+        groups: Groups | None = None,
+        split: Split = even_split,
+        meter: LoadMeter | None = None,
+        timer: Callable[[str], AbstractContextManager[None]] = no_timer,
+    ) -> None:
+        nn.Module.__init__(self)  # by name: an engine's class may stand between in a subclass
+        router = config.router
+        self.config, self.topology = config, topology
+        self.groups = groups if groups is not None else _default_groups(topology)
+        self.split, self.meter, self.timer = split, meter, timer
+        self.slot_to_expert_S = home_slots(router.num_experts, topology.ep_size)
+        self.router = Router(router)
+        num_local = topology.home_experts(router.num_experts).shape[0]
+        self.experts = Experts(num_local, router.d_model, config.expert_hidden)
+        self.shared_expert = SwiGLU(router.d_model, config.shared_hidden) if config.shared_hidden else None
+        # int64 buffers: no cast of the model touches them. The last step's counts make up scope "previous".
+        zeros_E = torch.zeros(router.num_experts, dtype=torch.int64)
+        self.register_buffer("previous_counts_E", zeros_E)
+        self.register_buffer("running_counts_E", zeros_E.clone(), persistent=False)
+        self.layer_id = meter.register(self, router.num_experts) if meter is not None else 0
+
+    def forward(
+        self, x: torch.Tensor, token_mask_T: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Route, dispatch, compute, combine.
+
+        x: [..., D], T = product of the leading sizes; [B, S, D] where the balance loss is per sequence;
+        token_mask_T: [T] bool, False = padding, which is sent nowhere and counted nowhere.
+        Returns y [..., D] like x, and the weighted auxiliary loss: a scalar *sum* over this rank's valid
+        tokens
+        (divide by the valid tokens of the global batch, as the model's own loss).
+        Raises NonFiniteRouterError on every rank where any rank's logits are not finite.
+        """
+        x_TD = x.reshape(-1, x.shape[-1])
+        with self.timer("route"):
+            routing = self.router.route(x_TD, token_mask_T)
+        with self.timer("counts"):
+            counts_PE = self.gather_counts(routing)
+            rows_PS = self.split(counts_PE, self.slot_to_expert_S)
+            check_split(rows_PS, counts_PE, self.slot_to_expert_S)
+        with self.timer("dispatch"):
+            rows_RD, handle = dispatch(x_TD, routing, rows_PS, self.slot_to_expert_S, self.groups.ep)
+        with self.timer("experts"):
+            rows_RD = self.experts(rows_RD, handle.rows_per_local_slot)
+        with self.timer("combine"):
+            y_TD = combine(rows_RD, handle)
+        if self.shared_expert is not None:
+            y_TD = y_TD + self.shared_expert(x_TD)
+        num_sequences = x.shape[0] if x.ndim == 3 else 1
+        aux_loss = self.auxiliary_loss(routing, counts_PE, rows=rows_RD.shape[0], num_sequences=num_sequences)
+        return y_TD.view_as(x), aux_loss
+
+    def gather_counts(self, routing: Routing) -> np.ndarray:
+        """The counts of every rank, [P, E] int64 on the host: one collective and one host sync a layer.
+
+        One more column says that a rank's logits are not finite, so that all ranks raise together.
+        """
+        logits_TE = routing.logits_TE.detach()
+        if routing.token_mask_T is not None:
+            logits_TE = torch.where(routing.token_mask_T[:, None], logits_TE, 0.0)
+        bad = (~torch.isfinite(logits_TE)).any().to(torch.int64)
+        gathered = self.groups.ep.all_gather(torch.cat([routing.routed_E, bad[None]])).cpu().numpy()
+        if gathered[:, -1].any():
+            ranks = self.topology.ep_ranks()[np.flatnonzero(gathered[:, -1])]
+            raise NonFiniteRouterError(self.layer_id, ranks.tolist())
+        return gathered[:, :-1]
+
+    def auxiliary_loss(
+        self, routing: Routing, counts_PE: np.ndarray, *, rows: int, num_sequences: int
+    ) -> torch.Tensor:
+        """Balance loss in the configured scope and z-loss, weighted and summed; reports both to the meter."""
+        router = self.config.router
+        counting = self.training and torch._C._current_graph_task_id() == -1  # in a backward: recomputation
+        mask_T = routing.token_mask_T
+        probs_TE = losses.router_probs(routing.logits_TE, router.score)
+        if router.balance_scope == "sequence":
+            expert_TK = routing.expert_N.view(routing.num_tokens, router.top_k)
+            balance = losses.sequence_balance_loss(probs_TE, expert_TK, num_sequences, mask_T)
+        else:
+            counts_E = self._counts_in_scope(routing, counts_PE, counting)
+            balance = losses.balance_loss(probs_TE, losses.load_fraction(counts_E, probs_TE.dtype), mask_T)
+        z_sum = losses.z_loss(routing.logits_TE, mask_T)
+        if counting and self.meter is not None:
+            self.meter.record(
+                self.layer_id,
+                routing.demand_E,
+                rows=rows,
+                balance_sum=balance,
+                z_sum=z_sum,
+                num_tokens=routing.num_tokens if mask_T is None else mask_T.sum(),
+            )
+        return router.balance_loss * balance + router.z_loss * z_sum
+
+    def end_step(self, tokens_per_expert_E: torch.Tensor) -> None:
+        """Take in the global counts [E] int64 of the optimizer step that has just ended."""
+        self.previous_counts_E.copy_(tokens_per_expert_E)
+        self.running_counts_E.zero_()
+
+    def _counts_in_scope(self, routing: Routing, counts_PE: np.ndarray, counting: bool) -> torch.Tensor:
+        """Counts [E] whose shares enter the balance loss, by the scope's name."""
+        scope = self.config.router.balance_scope
+        if scope == "local":
+            return routing.demand_E
+        if scope == "previous":
+            return self.previous_counts_E
+        counts_E = torch.from_numpy(counts_PE.sum(axis=0)).to(routing.demand_E.device)
+        if self.groups.edp.size > 1:
+            counts_E = self.groups.edp.all_gather(counts_E).sum(dim=0)
+        if scope == "global":
+            return counts_E
+        running_E = self.running_counts_E + counts_E
+        if counting:
+            self.running_counts_E.copy_(running_E)
+        return running_E
+
+
+def check_split(rows_PS: np.ndarray, counts_PE: np.ndarray, slot_to_expert_S: np.ndarray) -> None:
+    """Raise ValueError unless the split sends every copy exactly once, before any collective is called."""
+    sent_PE = np.zeros_like(counts_PE)
+    used = slot_to_expert_S >= 0
+    if rows_PS.shape != (counts_PE.shape[0], slot_to_expert_S.shape[0]) or (rows_PS < 0).any():
+        raise ValueError(
+            f"split gave rows of shape {rows_PS.shape} with minimum {rows_PS.min(initial=0)}, expected "
+            f"({counts_PE.shape[0]}, {slot_to_expert_S.shape[0]}) and 0 or more"
+        )
+    np.add.at(sent_PE.T, slot_to_expert_S[used], rows_PS[:, used].T)
+    if (sent_PE != counts_PE).any():
+        rank, expert = np.argwhere(sent_PE != counts_PE)[0]
+        raise ValueError(
+            f"split sends {sent_PE[rank, expert]} rows of rank {rank} to expert {expert}, which has "
+            f"{counts_PE[rank, expert]} copies there"
+        )
+
+
+def _default_groups(topology: Topology) -> Groups:
+    if topology.ep_size == 1:
+        if topology.edp_size > 1:
+            return Groups(ep=SoloExchange(), edp=DistExchange(None))
+        return Groups(ep=SoloExchange(), edp=SoloExchange())
+    if topology.ep_size == topology.world_size:
+        return Groups(ep=DistExchange(None), edp=SoloExchange())
+    raise ValueError(
+        f"ep_size={topology.ep_size} is a part of world_size={topology.world_size}: the layer needs process "
+        "groups; pass groups=moe.make_groups(topology)"
+    )

@@ -1,0 +1,173 @@
+"""Zero: what DeepSpeed expects of a layer with experts. The only file of this package that imports deepspeed.
+
+DeepSpeed (0.19.8) learns that a layer has experts by `isinstance` alone. Of the two classes that it knows,
+`MoE`
+refuses ZeRO-3, so `ZeroMoELayer` derives from `AutoEPMoELayer`: attributes and parameter marks only, no code
+of
+its forward. What that contract says, as read in its source and checked by the tests:
+
+- `ep_size`, `num_experts`, `num_local_experts`, `ep_group_name` and the inherited `set_deepspeed_parallelism`
+  make the process groups; homes stand in expert order;
+- an expert parameter carries `allreduce=False`, `group_name`, and for ZeRO-3 `ds_zero_placement_family` and
+  `ds_zero_partition_group_name`: it is reduced and partitioned over its expert-data-parallel group and
+  divided by
+  the full data-parallel size;
+- checkpoints want the parameters `experts.w1`, `w2`, `w3`, each with DS_AUTOEP_UC_META, and `ep_rank` and
+  `expert_placement_descriptor` on the layer;
+- optimizer groups must be split into dense and expert ones, each with a name.
+
+It is private API: `contract_problems` says what a DeepSpeed at hand lacks, and a test holds it empty.
+"""
+
+import os
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.checkpoint import constants as ds_names
+from deepspeed.checkpoint.autoep_affine import (
+    autoep_placement_to_affine_map,
+    legacy_uniform_autoep_placement_descriptor,
+)
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from torch import nn
+
+from moe.config import MoEConfig
+from moe.layer import MoELayer
+from moe.topology import Topology
+
+TESTED_VERSION = "0.19.8"
+_SHM_OP = "deepspeed_shm_comm"
+
+
+def contract_problems() -> list[str]:
+    """What the installed DeepSpeed lacks of the private API that this file relies on; empty = all there."""
+    problems = []
+    for name in ("set_deepspeed_parallelism",):
+        if not hasattr(AutoEPMoELayer, name):
+            problems.append(f"AutoEPMoELayer.{name} is gone")
+    for name in ("DS_AUTOEP_UC_META", "AUTOEP_EXPERT_PLACEMENT", "AFFINE_MAP", "AUTOEP_PARAM_LOGICAL_SHAPE"):
+        if not hasattr(ds_names, name):
+            problems.append(f"deepspeed.checkpoint.constants.{name} is gone")
+    if _SHM_OP not in getattr(deepspeed.ops, "__compatible_ops__", {}):
+        problems.append(f"deepspeed.ops.__compatible_ops__[{_SHM_OP!r}] is gone: it kept an op from building")
+    return problems
+
+
+def init_distributed(backend: str) -> None:
+    """Join the job under DeepSpeed, without its shared-memory op.
+
+    The op serves inference on CPU only, but would be compiled here (a minute, with a compiler; an error
+    without).
+    backend: "gloo" or "nccl".   Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as launchers
+    set them; a world of one needs none of them.
+    """
+    ops = getattr(deepspeed.ops, "__compatible_ops__", None)
+    if isinstance(ops, dict) and _SHM_OP in ops:
+        ops[_SHM_OP] = False
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+
+
+class ZeroMoELayer(MoELayer, AutoEPMoELayer):  # type: ignore[misc]
+    """A MoELayer that a DeepSpeed engine recognises, at every ZeRO stage. Takes what MoELayer takes."""
+
+    def __init__(self, config: MoEConfig, topology: Topology, **kwargs: Any) -> None:
+        MoELayer.__init__(self, config, topology, **kwargs)
+        self.ep_size, self.ep_rank = topology.ep_size, topology.ep_rank
+        self.num_experts = config.router.num_experts
+        self.num_local_experts = self.num_experts // topology.ep_size
+        self.ep_group_name = f"ep_size_{topology.ep_size}"
+        self.ep_group = self.tp_group = self.folding_group_handles = None
+        self.combine_impl, self.comm_backend = "auto", "comm"
+        self.expert_placement_descriptor = legacy_uniform_autoep_placement_descriptor(
+            self.num_experts, self.num_local_experts, self.ep_size
+        )
+        for parameter in self.parameters():
+            parameter.allreduce = True  # type: ignore[attr-defined]
+            parameter.ds_zero_placement_family = "replicated"  # type: ignore[attr-defined]
+        for parameter in self.experts.parameters():
+            self._mark_expert(parameter)
+
+    def _mark_expert(self, parameter: Any) -> None:
+        parameter.allreduce = False
+        parameter.group_name = self.ep_group_name
+        parameter.ds_zero_placement_family = "autoep_expert"
+        parameter.ds_zero_partition_group_name = self.ep_group_name
+        shape = [self.num_experts, *parameter.shape[1:]]
+        meta = {
+            ds_names.AUTOEP_EXPERT_PLACEMENT: self.expert_placement_descriptor,
+            ds_names.AFFINE_MAP: autoep_placement_to_affine_map(
+                self.expert_placement_descriptor, shape
+            ).to_dict(),
+            ds_names.AUTOEP_PARAM_LOGICAL_SHAPE: shape,
+            ds_names.AUTOEP_PARAM_EP_RANK: self.ep_rank,
+            ds_names.AUTOEP_PARAM_LOCAL_EXPERTS: self.topology.home_experts(self.num_experts).tolist(),
+        }
+        setattr(parameter, ds_names.DS_AUTOEP_UC_META, meta)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Optimizer groups as the engine wants them: dense and expert parameters apart, norms without weight
+    decay."""
+    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
+    groups = [{"params": matrices, "name": "matrices", "weight_decay": weight_decay}]
+    if vectors:
+        groups.append({"params": vectors, "name": "vectors", "weight_decay": 0.0})
+    return split_params_into_different_moe_groups_for_optimizer(groups)
+
+
+def make_engine(model: nn.Module, settings: dict[str, Any], weight_decay: float = 0.0) -> Any:
+    """A DeepSpeed engine around a model of ZeroMoELayers.
+
+    settings: DeepSpeed's JSON as a dict.   Raises ValueError where a trainable parameter got into no
+    optimizer
+    group, which would leave it frozen without a word.
+    """
+    groups = parameter_groups(model, weight_decay)
+    grouped = sum(len(group["params"]) for group in groups)
+    trainable = sum(p.requires_grad for p in model.parameters())
+    if grouped != trainable:
+        raise ValueError(f"{grouped} of {trainable} trainable parameters have an optimizer group; all must")
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=groups, config=settings, dist_init_required=False
+    )
+    return engine
+
+
+def gather_weights(model: nn.Module, topology: Topology) -> dict[str, torch.Tensor] | None:
+    """The whole model's weights on rank 0, experts of all ranks in logical order; None on the others.
+
+    Collective.   Returns name -> tensor on the CPU, buffers that are saved with the model included.
+    """
+    experts = {
+        f"{name}.{leaf}": layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, MoELayer)
+        for leaf in ("experts.w1", "experts.w2", "experts.w3")
+    }
+    whole: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter]):
+            weight = parameter.detach()
+            if name in experts:
+                weight = experts[name].groups.ep.all_gather(weight).flatten(0, 1)
+            if topology.rank == 0:
+                whole[name] = weight.to("cpu", copy=True).contiguous()
+    if topology.rank != 0:
+        return None
+    parameters = set(whole)
+    for name, value in model.state_dict().items():
+        if name not in parameters and isinstance(value, torch.Tensor):
+            whole[name] = value.detach().to("cpu", copy=True)
+    return whole
+
+
+def rank_and_world() -> tuple[int, int]:
+    """This process's rank and the job's size: from the job, else from the launcher's variables, else (0,
+    1)."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

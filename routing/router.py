@@ -1,0 +1,82 @@
+"""Router: x_TD -> gate -> scores -> selection -> Routing. The file to read first in this package."""
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from routing.bias import ExpertBias
+from routing.config import RouterConfig
+from routing.gate import Gate, scores
+from routing.record import Routing, count_experts
+from routing.select import selected_weights, top_k
+
+
+class Router(nn.Module):
+    """Top-k router with softmax or sigmoid scores and a selection bias.
+
+    >>> _ = torch.manual_seed(0)
+    >>> router = Router(RouterConfig(d_model=8, num_experts=4, top_k=2))
+    >>> routing = router(torch.randn(6, 8))
+    >>> int(routing.demand_E.sum()), routing.weight_N.view(6, 2).sum(1).allclose(torch.ones(6))
+    (12, True)
+    """
+
+    def __init__(self, config: RouterConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.gate = Gate(config.d_model, config.num_experts)
+        self.bias = ExpertBias(config.num_experts)
+
+    @override
+    def forward(self, x_TD: torch.Tensor, token_mask_T: torch.Tensor | None = None) -> Routing:
+        """Route a batch; see `route`."""
+        return self.route(x_TD, token_mask_T)
+
+    def route(self, x_TD: torch.Tensor, token_mask_T: torch.Tensor | None = None) -> Routing:
+        """Route a batch, as a plain method: engines that hook a module's forward (ZeRO-3) cannot read a
+        record.
+
+        x_TD: [T, D] rows of the tokens, any float type;  token_mask_T: [T] bool, False = padding, which gets
+        no
+        expert and counts nowhere.   Raises ValueError for other shapes.
+        """
+        config = self.config
+        self._check(x_TD, token_mask_T)
+        logits_TE = self.gate(x_TD)
+        scores_TE = scores(logits_TE, config.score)
+        expert_TK = top_k(scores_TE, self.bias.bias_E, config.top_k)
+        weight_TK = selected_weights(
+            logits_TE, scores_TE, expert_TK, score=config.score, normalize=config.normalize
+        )
+        if config.scale != 1.0:
+            weight_TK = weight_TK * config.scale
+        if token_mask_T is not None:
+            expert_TK = torch.where(token_mask_T[:, None], expert_TK, -1)
+            weight_TK = torch.where(token_mask_T[:, None], weight_TK, 0.0)
+        demand_E = count_experts(expert_TK, config.num_experts)
+        num_tokens = x_TD.shape[0]
+        return Routing(
+            token_N=torch.arange(num_tokens, device=x_TD.device).repeat_interleave(config.top_k),
+            expert_N=expert_TK.reshape(-1),
+            weight_N=weight_TK.reshape(-1),
+            scores_TE=scores_TE,
+            logits_TE=logits_TE,
+            demand_E=demand_E,
+            routed_E=demand_E,
+            num_tokens=num_tokens,
+            top_k=config.top_k,
+            token_mask_T=token_mask_T,
+        )
+
+    def _check(self, x_TD: torch.Tensor, token_mask_T: torch.Tensor | None) -> None:
+        if x_TD.ndim != 2 or x_TD.shape[1] != self.config.d_model:
+            raise ValueError(
+                f"x has shape {tuple(x_TD.shape)}, expected (T, {self.config.d_model}): one row per token"
+            )
+        if token_mask_T is None:
+            return
+        if token_mask_T.shape != x_TD.shape[:1] or token_mask_T.dtype != torch.bool:
+            raise ValueError(
+                f"token_mask has shape {tuple(token_mask_T.shape)} of {token_mask_T.dtype}, expected "
+                f"({x_TD.shape[0]},) of torch.bool: True for a real token, False for padding"
+            )

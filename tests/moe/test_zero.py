@@ -1,0 +1,120 @@
+"""DeepSpeed's engine around the EP model: one SGD step's gradients against the single-process reference."""
+
+import numpy as np
+import pytest
+import torch
+
+from moe import ModelConfig, MoEConfig, Topology, make_groups
+from moe.model import Transformer
+from moe.testing import run_ranks
+from routing import RouterConfig
+
+VOCAB, SEQ = 19, 12
+LR = 0.5
+
+
+def config(dtype: str = "float32") -> ModelConfig:
+    router = RouterConfig(d_model=24, num_experts=4, top_k=2, balance_loss=0.05)
+    return ModelConfig(
+        moe=MoEConfig(router=router, expert_hidden=28, shared_hidden=20),
+        vocab_size=VOCAB,
+        num_layers=2,
+        num_dense_layers=1,
+        d_model=24,
+        num_heads=3,
+        dense_hidden=36,
+        seq_len=SEQ,
+        dtype=dtype,
+    )
+
+
+def settings(stage: int, accumulation: int, world: int, **more) -> dict:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "train_batch_size": 2 * accumulation * world,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": stage,
+            "contiguous_gradients": True,
+            "reduce_scatter": True,
+            "reduce_bucket_size": 500,
+            "allgather_bucket_size": 500,
+            "stage3_param_persistence_threshold": 0,
+        },
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        **more,
+    }
+
+
+def micro_batch(rank: int, micro: int) -> torch.Tensor:
+    return torch.randint(0, VOCAB, (2, SEQ + 1), generator=torch.Generator().manual_seed(100 * rank + micro))
+
+
+def engine_step(rank, world, stage, ep_size, accumulation, dtype="float32"):
+    """One optimizer step; returns the update of every parameter divided by -lr: its gradient as applied."""
+    from moe import zero
+
+    zero.init_distributed("gloo")
+    topology = Topology(world_size=world, ep_size=ep_size, rank=rank)
+    model = Transformer(config(), topology, groups=make_groups(topology), layer_class=zero.ZeroMoELayer)
+    model.init_weights(seed=5)
+    more = {"bf16": {"enabled": True}} if dtype == "bfloat16" else {}
+    engine = zero.make_engine(model, settings(stage, accumulation, world, **more))
+    before = zero.gather_weights(model, topology)
+    tokens = accumulation * world * 2 * SEQ
+    for micro in range(accumulation):
+        batch = micro_batch(rank, micro)
+        ce_sum, aux_sum = engine(batch[:, :-1], batch[:, 1:])
+        engine.backward((ce_sum + aux_sum) / tokens * world * accumulation)
+        engine.step()
+    after = zero.gather_weights(model, topology)
+    if before is None or after is None:
+        return None
+    assert model.blocks[1].feed_forward.router.bias.bias_E.dtype == torch.float32
+    names = [name for name, _ in model.named_parameters()]
+    return {name: ((before[name].float() - after[name].float()) / LR).numpy() for name in names}
+
+
+def reference_gradients(world, accumulation):
+    """The same global batch in one process, all experts at home: micro-batches of all ranks side by side."""
+    model = Transformer(config())
+    model.init_weights(seed=5)
+    for micro in range(accumulation):
+        batch = torch.cat([micro_batch(rank, micro) for rank in range(world)])
+        ce_sum, aux_sum = model(batch[:, :-1], batch[:, 1:])
+        ((ce_sum + aux_sum) / (accumulation * world * 2 * SEQ)).backward()
+    return {name: p.grad.numpy() for name, p in model.named_parameters()}
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@pytest.mark.parametrize(
+    ("stage", "world", "ep_size", "accumulation"),
+    [
+        (1, 2, 2, 1),
+        (1, 2, 2, 3),
+        (0, 2, 2, 1),
+        (2, 2, 2, 2),
+        (3, 2, 2, 1),
+        (1, 4, 2, 1),
+        (3, 4, 2, 1),
+        (1, 2, 1, 1),
+    ],
+)
+def test_one_sgd_step_equals_the_reference_by_ratio(stage, world, ep_size, accumulation):
+    got = run_ranks(engine_step, world, stage, ep_size, accumulation)[0]
+    want = reference_gradients(world, accumulation)
+    assert got.keys() == want.keys()
+    for name, gradient in want.items():
+        # a factor of P or of the world shows here; (w - (w - lr g)) / lr loses about eps * |w| / lr = 1e-7
+        ratio = float((got[name] * gradient).sum() / (gradient**2).sum())
+        assert ratio == pytest.approx(1.0, abs=1e-4), name
+        np.testing.assert_allclose(got[name], gradient, atol=2e-6, err_msg=name)
+
+
+def test_the_private_api_is_all_there():
+    from moe import zero
+
+    assert zero.contract_problems() == []
