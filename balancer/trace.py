@@ -1,0 +1,307 @@
+"""Load traces: how many copies every expert of every layer got, over training steps.
+
+Second in the flow of the balancer: training writes a trace through `TraceWriter`, everything offline
+(forecasts, replay, plots) starts from `load_trace`. On disk a trace is a folder (`balancer/trace_folder.py`:
+header and append-only raw rows, memory-mapped, so that a long trace costs no memory) or an npz:
+
+    counts [W, L, E] of any integer dtype, steps (or iters) [W] integer, meta (text, JSON object; optional)
+"""
+
+import json
+import operator
+import os
+import warnings
+import zipfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, SupportsIndex, cast
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from balancer.files import append_whole
+from balancer.trace_folder import (
+    HEADER_NAME,
+    ROW_DTYPE,
+    ROWS_NAME,
+    check_steps,
+    cut_folder,
+    make_folder,
+    map_rows,
+    read_header,
+    to_json,
+)
+
+# values looked at together when a trace is checked: 16 MiB keep a memory-mapped trace out of memory
+_CHECK_VALUES = 2**21
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Trace:
+    """The load of every expert over time, checked once.
+
+    tokens_per_expert_WLE: [W, L, E] int64, routed copies of each logical expert. steps_W: [W] int64, training
+    step of each sample, 0 or more, strictly increasing. meta: facts about the run ("copies_per_step": the
+    copies that every layer routes in a step, where constant). Take the arrays as read-only. Raises ValueError
+    for a wrong type or shape, a negative count, or steps that do not increase, naming record and field.
+    """
+
+    tokens_per_expert_WLE: NDArray[np.int64]
+    steps_W: NDArray[np.int64]
+    meta: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        counts, steps = self.tokens_per_expert_WLE, self.steps_W
+        for name, array, axes in (("tokens_per_expert_WLE", counts, 3), ("steps_W", steps, 1)):
+            if array.dtype != np.int64 or array.ndim != axes:
+                raise ValueError(f"{name} is {array.dtype} {array.shape}, expected int64 with {axes} axes")
+        if counts.shape[0] != steps.shape[0] or 0 in counts.shape[1:]:
+            raise ValueError(
+                f"tokens_per_expert_WLE has shape {counts.shape} and steps_W {steps.shape}; expected one "
+                "[L, E] of at least one layer and one expert for each step"
+            )
+        check_steps(steps)
+        _check_counts(counts, steps)
+
+
+def load_trace(path: str | os.PathLike[str]) -> Trace:
+    """Read a load trace: a folder that a `TraceWriter` wrote (memory-mapped), or an npz.
+
+    path: the folder or the .npz file. Returns the Trace; a torn last row of a folder is dropped with a
+    warning that says how many bytes. Raises ValueError naming file, record and field for anything else that
+    is wrong.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with TraceWriter(folder + "/loads", 1, 2) as writer:
+    ...         writer.append(10, [[3, 1]])
+    ...     load_trace(folder + "/loads").tokens_per_expert_WLE
+    array([[[3, 1]]])
+    """
+    place = Path(path)
+    if place.is_dir():
+        return _load_folder(place)
+    if place.is_file():
+        return _load_npz(place)
+    raise ValueError(f"{place}: no load trace there; expected a folder with {HEADER_NAME}, or an .npz file")
+
+
+def save_npz(path: str | os.PathLike[str], trace: Trace) -> None:
+    """Write a trace as one compressed npz that `load_trace` reads.
+
+    path: a new file whose name ends in .npz. Raises ValueError for an existing file, another ending, or a
+    meta that is not JSON.
+    """
+    place = Path(path)
+    if place.suffix != ".npz":
+        raise ValueError(f"{place}: the name of an npz trace must end in .npz")
+    if place.exists():
+        raise ValueError(f"{place}: something is there already; choose another name")
+    meta = np.array(to_json(trace.meta, place))
+    np.savez_compressed(place, counts=trace.tokens_per_expert_WLE, steps=trace.steps_W, meta=meta)
+
+
+def check_conservation(trace: Trace, copies: ArrayLike | None = None) -> None:
+    """Check that every layer of every sample routed exactly the copies that it was given.
+
+    copies: integer, the same for all samples, or [W] one for each; None takes trace.meta["copies_per_step"].
+    Raises ValueError with the first step and layer that are off, by how much, and how many are off in all;
+    also where there is nothing to check against.
+    """
+    given = trace.meta.get("copies_per_step") if copies is None else copies
+    if given is None:
+        raise ValueError('no copies to check against; pass copies=, or record meta["copies_per_step"]')
+    expected_W = np.asarray(given)
+    num_samples = trace.steps_W.shape[0]
+    if expected_W.dtype.kind not in "iu" or expected_W.shape not in ((), (num_samples,)):
+        raise ValueError(
+            f"copies={given!r} must be an integer, or one integer for each of {num_samples} samples"
+        )
+    held_WL = trace.tokens_per_expert_WLE.sum(axis=-1)
+    off_WL = held_WL - expected_W.astype(np.int64).reshape(-1, 1)
+    wrong = np.argwhere(off_WL)
+    if wrong.size:
+        w, layer = (int(i) for i in wrong[0])
+        held, off = int(held_WL[w, layer]), int(off_WL[w, layer])
+        raise ValueError(
+            f"step {trace.steps_W[w]}, layer {layer}: the experts hold {held} copies, {abs(off)} too "
+            f"{'many' if off > 0 else 'few'} (expected {held - off}); {len(wrong)} of {off_WL.size} records "
+            "are off: counts were lost, taken twice, or belong to another step"
+        )
+
+
+class TraceWriter:
+    """Appends the loads of a training run to a trace folder.
+
+    path: folder to make. num_layers: L. num_experts: E. meta: JSON-like facts, kept in the header.
+    resume_after_step: None makes the folder and refuses an existing one; a step continues the existing one of
+    the same sizes and meta (None: as it is), without its rows of later steps and its torn last row. Use it as
+    a context manager, or call `close`. Raises ValueError for anything in the way or different. An append that
+    the disk refuses raises OSError and leaves the file at its last whole row.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        num_layers: int,
+        num_experts: int,
+        meta: Mapping[str, Any] | None = None,
+        resume_after_step: int | None = None,
+    ) -> None:
+        for name, size in (("num_layers", num_layers), ("num_experts", num_experts)):
+            if size < 1:
+                raise ValueError(f"{name}={size} must be at least 1")
+        self._folder = Path(path)
+        self._shape_LE = (num_layers, num_experts)
+        self._last_step = -1
+        if resume_after_step is None:
+            make_folder(self._folder, self._shape_LE, meta or {})
+        else:
+            self._last_step = cut_folder(self._folder, self._shape_LE, meta, resume_after_step)
+        # unbuffered: a row reaches the system whole, and an error meets the append that caused it
+        self._file = open(self._folder / ROWS_NAME, "ab", buffering=0)  # noqa: SIM115
+
+    @property
+    def last_step(self) -> int:
+        """Step of the last row, -1 for none."""
+        return self._last_step
+
+    def append(self, step: SupportsIndex, tokens_per_expert_LE: ArrayLike) -> None:
+        """Append the loads of one step.
+
+        step: training step, more than that of the last row. tokens_per_expert_LE: [L, E] integer copies, 0 or
+        more. Raises ValueError for anything else, or after `close`; then nothing is written.
+        """
+        if self._file.closed:
+            raise ValueError(f"{self._folder}: the trace is closed; append before close()")
+        number = operator.index(step)
+        if number <= self._last_step:
+            last = self._last_step
+            raise ValueError(
+                f"{self._folder}: step {number} must be {last + 1} or more; steps increase strictly"
+            )
+        where = f"{self._folder}: step {number}: "
+        counts_LE = _as_int64(np.asarray(tokens_per_expert_LE), where + "tokens_per_expert_LE")
+        if counts_LE.shape != self._shape_LE:
+            raise ValueError(
+                f"{where}tokens_per_expert_LE has shape {counts_LE.shape}, expected [L, E] = {self._shape_LE}"
+            )
+        try:
+            _check_counts(counts_LE[None], np.array([number], dtype=np.int64))
+        except ValueError as error:
+            raise ValueError(f"{self._folder}: {error}") from None
+        row = np.concatenate([np.array([number], dtype=ROW_DTYPE), counts_LE.ravel()])
+        append_whole(self._file, row.astype(ROW_DTYPE, copy=False).tobytes())
+        self._last_step = number
+
+    def flush(self) -> None:
+        """Bring all rows to the disk (fsync): call it before a checkpoint counts as complete."""
+        if self._file.closed:
+            raise ValueError(f"{self._folder}: the trace is closed; flush before close()")
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Flush and close; a second call does nothing."""
+        if not self._file.closed:
+            self.flush()
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _load_folder(folder: Path) -> Trace:
+    header = read_header(folder)
+    rows = map_rows(folder, header)
+    if rows.torn_bytes:
+        warnings.warn(
+            f"{folder / ROWS_NAME}: the last row is torn: {rows.torn_bytes} of its {header.row_bytes} bytes "
+            f"dropped, {len(rows.steps_W)} whole rows kept (the run was killed in a write, or writes now)",
+            stacklevel=3,
+        )
+    return _named(folder / ROWS_NAME, rows.counts_WLE, rows.steps_W, header.meta)
+
+
+def _load_npz(place: Path) -> Trace:
+    try:
+        loaded: Any = np.load(place, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            raise ValueError("a single array, not an npz archive")
+        with loaded as archive:
+            names, wanted = set(archive.files), ("counts", "steps", "iters", "meta")
+            arrays = {name: _read_field(archive, name) for name in wanted if name in names}
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{place}: cannot be read as a load trace: {error}") from None
+    step_names = [name for name in ("steps", "iters") if name in arrays]
+    if "counts" not in arrays or len(step_names) != 1:
+        raise ValueError(
+            f"{place}: expected the fields counts [W, L, E] and steps or iters [W], found {sorted(names)}"
+        )
+    unread = sorted(names - set(wanted))
+    if unread:
+        warnings.warn(
+            f"{place}: field {', '.join(unread)} is no part of a load trace, not read", stacklevel=3
+        )
+    counts_WLE = _as_int64(arrays["counts"], f"{place}: field counts")
+    steps_W = _as_int64(arrays[step_names[0]], f"{place}: field {step_names[0]}")
+    return _named(place, counts_WLE, steps_W, _parse_meta(place, arrays.get("meta")))
+
+
+def _read_field(archive: Any, name: str) -> NDArray[Any]:
+    """Read one array of an npz; ValueError naming it for an object array or damage."""
+    try:
+        return np.asarray(archive[name])
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"field {name}: {error}") from None
+
+
+def _parse_meta(place: Path, text: NDArray[Any] | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    if text.dtype.kind != "U" or text.size != 1:
+        raise ValueError(f"{place}: field meta is {text.dtype} {text.shape}, expected one text of JSON")
+    try:
+        meta = json.loads(str(text.reshape(-1)[0]))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place}: field meta is not JSON ({error})") from None
+    if not isinstance(meta, dict):
+        raise ValueError(f"{place}: field meta is {meta!r}, expected a JSON object")
+    return cast("dict[str, Any]", meta)
+
+
+def _named(place: Path, counts: NDArray[np.int64], steps: NDArray[np.int64], meta: dict[str, Any]) -> Trace:
+    """Make a Trace whose errors begin with the file."""
+    try:
+        return Trace(tokens_per_expert_WLE=counts, steps_W=steps, meta=meta)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
+
+
+def _as_int64(array: NDArray[Any], name: str) -> NDArray[np.int64]:
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"{name} has type {array.dtype}; counts and steps are integers")
+    if array.dtype.kind == "u" and array.size and array.max() > np.iinfo(np.int64).max:
+        raise ValueError(f"{name} holds {array.max()}, more than int64 can: the file is damaged")
+    return array.astype(np.int64, copy=False)
+
+
+def _check_counts(counts_WLE: NDArray[np.int64], steps_W: NDArray[np.int64]) -> None:
+    """Raise ValueError naming the first negative count; in pieces, so that a mapped trace stays on disk."""
+    num_samples = counts_WLE.shape[0]
+    piece = max(1, _CHECK_VALUES // (counts_WLE.shape[1] * counts_WLE.shape[2]))
+    for start in range(0, num_samples, piece):
+        block = counts_WLE[start : start + piece]
+        if block.min() < 0:
+            w, layer, expert = (int(i) for i in np.argwhere(block < 0)[0])
+            raise ValueError(
+                f"record {start + w} (step {steps_W[start + w]}), layer {layer}, expert {expert}: "
+                f"negative count {block[w, layer, expert]}"
+            )
