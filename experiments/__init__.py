@@ -1,0 +1,1 @@
+"""Training runs, replays and benchmarks: the programs that put the packages together."""
