@@ -56,10 +56,10 @@ class ModelConfig:
         for name in ("vocab_size", "num_layers", "d_model", "num_heads", "dense_hidden", "seq_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
-        if not 0 <= self.num_dense_layers <= self.num_layers:
+        if not 0 <= self.num_dense_layers < self.num_layers:
             raise ValueError(
-                f"model.num_dense_layers={self.num_dense_layers} is out of "
-                f"0..model.num_layers={self.num_layers}"
+                f"model.num_dense_layers={self.num_dense_layers} is out of 0..{self.num_layers - 1}: one of "
+                f"the model.num_layers={self.num_layers} blocks at least has experts"
             )
         if self.d_model % (2 * self.num_heads):
             step = 2 * self.num_heads

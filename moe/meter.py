@@ -6,7 +6,7 @@ never in eval, never in the recomputation of an activation checkpoint.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ class LoadSample:
     balance_loss_L:       [L] float64, balance loss per token (1 at balance), without coefficient
     z_loss_L:             [L] float64, router z-loss per token, without coefficient
     num_tokens:           valid tokens of the step, each once
+    extra_X:              [X] float64, the caller's own figures, summed over ranks in the same reduction
     """
 
     step: int
@@ -31,6 +32,7 @@ class LoadSample:
     balance_loss_L: np.ndarray
     z_loss_L: np.ndarray
     num_tokens: int
+    extra_X: np.ndarray
 
 
 class MeteredLayer(Protocol):
@@ -95,32 +97,38 @@ class LoadMeter:
         sums_X[-2] += z_sum.detach()
         sums_X[-1] += num_tokens
 
-    def sample(self, step: int) -> LoadSample:
+    def sample(self, step: int, extra_X: torch.Tensor | None = None) -> LoadSample:
         """Reduce over the job, tell every layer the global counts, start the next step.
 
-        Collective: every rank calls it once per optimizer step. Raises RuntimeError where nothing was
-        recorded.
+        Collective: every rank calls it once per optimizer step.   extra_X: [X] figures of the caller's own,
+        summed over the ranks in the same call.   Raises RuntimeError where nothing was recorded.
         """
         if self._sums_LX is None:
             raise RuntimeError(
                 f"no layer has recorded a batch in step {step}: is the model in training mode?"
             )
         sums_LX, self._sums_LX = self._sums_LX, None
+        extra_X = sums_LX.new_zeros(0) if extra_X is None else extra_X.to(sums_LX)
+        stacked = torch.cat([sums_LX.reshape(-1), extra_X])
         if self._world_size > 1:
-            dist.all_reduce(sums_LX)
+            dist.all_reduce(stacked)
+        sums_LX, extra_X = stacked[: sums_LX.numel()].view_as(sums_LX), stacked[sums_LX.numel() :]
         counts_LE = sums_LX[:, : self._num_experts].round().to(torch.int64)
         for layer, counts_E in zip(self._layers, counts_LE):
             layer.end_step(counts_E)
-        return self._as_sample(step, sums_LX.cpu().numpy(), counts_LE.cpu().numpy())
+        return self._as_sample(step, sums_LX.cpu().numpy(), counts_LE.cpu().numpy(), extra_X.cpu().numpy())
 
-    def _as_sample(self, step: int, sums_LX: np.ndarray, counts_LE: np.ndarray) -> LoadSample:
+    def _as_sample(
+        self, step: int, sums_LX: np.ndarray, counts_LE: np.ndarray, extra_X: np.ndarray
+    ) -> LoadSample:
         experts = self._num_experts
-        fields: dict[str, Any] = {"step": step, "tokens_per_expert_LE": counts_LE}
         tokens_L = np.maximum(sums_LX[:, -1], 1)
         return LoadSample(
-            **fields,
+            step=step,
+            tokens_per_expert_LE=counts_LE,
             rows_to_rank_LP=sums_LX[:, experts : experts + self._world_size].round().astype(np.int64),
             balance_loss_L=sums_LX[:, -3] / tokens_L,
             z_loss_L=sums_LX[:, -2] / tokens_L,
             num_tokens=int(sums_LX[0, -1]),
+            extra_X=extra_X,
         )

@@ -1,0 +1,99 @@
+"""Job: this process as one rank of the run, and the few things that all ranks must agree on."""
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe import Groups, Topology, make_groups, zero
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One rank: where it stands, its groups and its device."""
+
+    topology: Topology
+    groups: Groups
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        return self.topology.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.topology.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Rank 0 writes the files and the lines that a person sees."""
+        return self.topology.rank == 0
+
+
+def start_job(ep_size: int) -> Job:
+    """Join the job: gloo on CPU, NCCL on GPUs, one device a rank.   ep_size: ranks that share the experts."""
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    zero.init_distributed("nccl" if on_gpu else "gloo")
+    topology = Topology(world_size=dist.get_world_size(), ep_size=ep_size, rank=dist.get_rank())
+    return Job(topology=topology, groups=make_groups(topology), device=device)
+
+
+def decide_on_main(job: Job, decide: Callable[[], Any]) -> Any:
+    """Let rank 0 decide and tell the others; what it raises is raised everywhere.
+
+    Collective.   decide: called on rank 0 only, returns something picklable.
+    """
+    outcome: list[Any] = [None, None]
+    if job.is_main:
+        try:
+            outcome = [decide(), None]
+        except ValueError as error:
+            outcome = [None, str(error)]
+    dist.broadcast_object_list(outcome, src=0, device=job.device)
+    if outcome[1] is not None:
+        raise ValueError(outcome[1])
+    return outcome[0]
+
+
+def check_same(job: Job, what: str, value: str) -> None:
+    """Raise ValueError on every rank where the ranks do not agree on a value."""
+    values: list[Any] = [None] * job.world_size
+    dist.all_gather_object(values, value)
+    if len(set(values)) > 1:
+        other = next(rank for rank, found in enumerate(values) if found != values[0])
+        raise ValueError(
+            f"{what} differs between ranks: rank 0 has {values[0]}, rank {other} {values[other]}"
+        )
+
+
+@dataclass(slots=True)
+class StopSignal:
+    """Set by Ctrl-C or SIGTERM: the run ends after this step. A second signal ends the process at once."""
+
+    received: bool = False
+    _previous: dict[int, Any] = field(default_factory=dict)
+
+    def __enter__(self) -> "StopSignal":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
+        self._restore()
+
+    def _restore(self) -> None:
+        while self._previous:
+            number, handler = self._previous.popitem()
+            signal.signal(number, handler)

@@ -1,0 +1,320 @@
+"""Session: the parts of a training run and what it does beside the steps: open, restore, record, save,
+close."""
+
+import argparse
+import contextlib
+import math
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from experiments import checkpoint, rundir
+from experiments.config import Config
+from experiments.corpus import Corpus
+from experiments.data import load_corpus
+from experiments.estimate import GIB, available_bytes, check_fits, estimate_memory
+from experiments.evaluate import baselines, validation_windows
+from experiments.job import Job, decide_on_main
+from experiments.progress import Progress
+from experiments.records import Recorder
+from experiments.rundir import RunDir
+from moe import LoadMeter, NonFiniteRouterError, zero
+from moe.model import Transformer, count_parameters
+from moe.timing import PhaseTimer
+
+
+@dataclass(kw_only=True, slots=True)
+class Trainer:
+    """Everything that a training step needs. records and lock: rank 0 only."""
+
+    config: Config
+    job: Job
+    settings: dict[str, Any]
+    corpus: Corpus
+    run: RunDir
+    meter: LoadMeter
+    timer: PhaseTimer
+    model: Transformer
+    engine: Any
+    windows: dict[str, Any]
+    records: Recorder | None = None
+    lock: IO[str] | None = None
+    last_checkpoint: Path | None = None
+    logged_at: float = 0.0
+    logged_step: int = 0
+
+    def forward(self, step: int, tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> Any:
+        """The engine's forward; an error of the routers gets the step and what to go back to."""
+        try:
+            return self.engine(tokens_BS, targets_BS)
+        except NonFiniteRouterError as error:
+            error.args = (f"step {step}: {error}; {self.last_good()}",)
+            raise
+
+    def last_good(self) -> str:
+        """Which checkpoint is left, in words."""
+        if self.last_checkpoint is None:
+            return "the run has no checkpoint yet"
+        return f"the last good checkpoint is {self.last_checkpoint}"
+
+
+# ---- opening --------------------------------------------------------------------------------------------
+
+
+def read_corpus(config: Config) -> Corpus:
+    """The domains; checked against the model's sequence length."""
+    return load_corpus(config.data, seq_len=config.model.seq_len)
+
+
+def check_memory(config: Config, job: Job, settings: dict[str, Any]) -> None:
+    """Raise ValueError where the run will not fit into memory; the same on every rank."""
+
+    def check() -> None:
+        stage = int(settings.get("zero_optimization", {}).get("stage", 0))
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", job.world_size))
+        check_fits(estimate_memory(config, job.topology, stage), available_bytes(job.device, local_ranks))
+
+    decide_on_main(job, check)
+
+
+def open_run(
+    args: argparse.Namespace,
+    config: Config,
+    settings: dict[str, Any],
+    resumed: RunDir | None,
+    corpus: Corpus,
+    job: Job,
+) -> RunDir:
+    """Make the folder of a new run, or check that the resumed one fits; rank 0 only."""
+    facts = {"corpus_sha256": corpus.sha256, "world_size": job.world_size, "device": str(job.device)}
+    facts["domains"] = {d.name: [len(d.train), len(d.valid)] for d in corpus.domains}
+    if resumed is None:
+        run = rundir.create(args.runs_dir, args.name, Path(args.config or "tiny.toml").stem)
+    else:
+        run = resumed
+        old = rundir.read_facts(run)
+        for key in ("corpus_sha256", "world_size"):
+            if old.get(key) != facts[key]:
+                raise ValueError(
+                    f"{run.path} was trained with {key}={old.get(key)}, and this is {facts[key]}; resume it "
+                    "on the same data with the same number of ranks"
+                )
+    rundir.write_settings(run, config, settings, facts)
+    return run
+
+
+def build(config: Config, job: Job, settings: dict[str, Any], corpus: Corpus, run: RunDir) -> Trainer:
+    """Model, meter, timer and engine."""
+    lock = decide_on_main_keep(job, run)
+    meter = LoadMeter(job.world_size, job.rank)
+    timer = PhaseTimer(job.device)
+    model = Transformer(
+        config.model,
+        job.topology,
+        groups=job.groups,
+        meter=meter,
+        timer=timer,
+        layer_class=zero.ZeroMoELayer,
+    )
+    model.init_weights(config.train.seed)
+    engine = zero.make_engine(model, settings, config.train.weight_decay)
+    return Trainer(
+        config=config,
+        job=job,
+        settings=settings,
+        corpus=corpus,
+        run=run,
+        meter=meter,
+        timer=timer,
+        model=model,
+        engine=engine,
+        windows=validation_windows(config, corpus),
+        lock=lock,
+    )
+
+
+def decide_on_main_keep(job: Job, run: RunDir) -> IO[str] | None:
+    """Lock the run on rank 0; what goes wrong is raised on every rank."""
+    held: list[IO[str]] = []
+    decide_on_main(job, lambda: held.append(rundir.lock(run)))
+    return held[0] if held else None
+
+
+def restore(trainer: Trainer) -> int:
+    """Load the last complete checkpoint on all ranks; returns its step, 0 where there is none."""
+    job = trainer.job
+    found = decide_on_main(job, lambda: checkpoint.latest(trainer.run, say=_say))
+    if found is None:
+        if job.is_main:
+            _say(f"{trainer.run.path} has no complete checkpoint: starting from step 0")
+        return 0
+    trainer.engine.load_checkpoint(str(found.path), tag=checkpoint.ENGINE)
+    checkpoint.load_rank_state(found, job.rank)
+    trainer.last_checkpoint = found.path
+    if job.is_main:
+        _say(f"resuming {trainer.run.path} after step {found.step}")
+    if found.step >= trainer.config.train.steps:
+        raise ValueError(
+            f"{trainer.run.path} is complete at step {found.step}; extend it with "
+            f"--set train.steps=N, N > {found.step}"
+        )
+    return found.step
+
+
+def open_records(trainer: Trainer, resumed_at: int | None) -> None:
+    """Open the records on rank 0, and tell what is about to happen."""
+    trainer.logged_at, trainer.logged_step = time.perf_counter(), resumed_at or 0
+    if not trainer.job.is_main:
+        return
+    trainer.records = Recorder(trainer.run, trainer.config, trainer.meter.num_layers, resumed_at)
+    for line in describe(trainer):
+        _say(line)
+    if resumed_at is not None:
+        trainer.records.event(resumed_at, "resume")
+        return
+    simple = baselines(trainer.corpus, trainer.windows)
+    trainer.records.event(0, "baselines", **simple)
+    for name, bits in simple.items():
+        _say(f"{name:>8} bits per byte: " + _table(bits))
+
+
+def describe(trainer: Trainer) -> list[str]:
+    """The run in a few lines: parameters, memory, ranks, data."""
+    config, topology = trainer.config, trainer.job.topology
+    counts = count_parameters(config.model)
+    stage = int(trainer.settings.get("zero_optimization", {}).get("stage", 0))
+    memory = estimate_memory(config, topology, stage)
+    per_rank = counts["dense"] + counts["experts"] // topology.ep_size
+    free = available_bytes(trainer.job.device, int(os.environ.get("LOCAL_WORLD_SIZE", topology.world_size)))
+    domains = ", ".join(f"{d.name} {len(d.train) / 1e6:.1f} MB" for d in trainer.corpus.domains)
+    return [
+        f"run {trainer.run.path}",
+        f"parameters: {_millions(counts['dense'] + counts['experts'])} in all, {_millions(per_rank)} a rank, "
+        f"{_millions(counts['active'])} active per token; {config.router.num_experts} experts, "
+        f"top {config.router.top_k}",
+        f"ranks: {topology.world_size} = EP {topology.ep_size} x EDP {topology.edp_size}, ZeRO {stage}, "
+        f"{config.model.dtype} on {trainer.job.device.type}",
+        f"memory: about {memory.total_bytes / GIB:.2f} GiB a rank of {free / GIB:.1f} free",
+        f"data: {domains}; {config.data.schedule} mix",
+        *trainer.corpus.notes,
+    ]
+
+
+# ---- between the steps ----------------------------------------------------------------------------------
+
+
+def record_step(trainer: Trainer, outcome: Any, progress: Progress) -> None:
+    """Write the step's load, and every log_every steps its figures."""
+    train, step, records = trainer.config.train, outcome.sample.step, trainer.records
+    progress.advance()
+    if records is not None:
+        records.load(outcome.sample)
+        if train.heatmap_every and (step % train.heatmap_every == 0 or step == 1):
+            records.heatmap(outcome.sample)
+    if step % train.log_every and step != train.steps and not outcome.stop:
+        return
+    now, steps = time.perf_counter(), step - trainer.logged_step
+    times = {phase: ms / steps for phase, ms in trainer.timer.read().items()}
+    rate = outcome.sample.num_tokens * steps / (now - trainer.logged_at)
+    trainer.logged_at, trainer.logged_step = now, step
+    if records is None:
+        return
+    values = {
+        "loss/total": outcome.ce + outcome.aux,
+        "loss/ce": outcome.ce,
+        "optim/lr": outcome.lr,
+        "optim/grad_norm": outcome.grad_norm,
+        "speed/tokens_per_s": rate,
+    }
+    scalars = records.step(outcome.sample, values, times)
+    figures = {
+        "loss": f"{outcome.ce:.3f}",
+        "balancedness": f"{scalars['balance/balancedness_mean']:.3f}",
+        "tok/s": f"{rate:,.0f}",
+    }
+    progress.show(step, figures)
+
+
+def record_validation(trainer: Trainer, step: int, bits: dict[str, float], progress: Progress) -> None:
+    """Write and tell a validation."""
+    if trainer.records is not None:
+        trainer.records.validation(step, bits)
+        progress.say(f"   model bits per byte: {_table(bits)}  (validation at step {step})")
+    # a validation is no training time
+    trainer.logged_at, trainer.logged_step = time.perf_counter(), step
+
+
+def save(trainer: Trainer, step: int) -> None:
+    """Write a checkpoint: all ranks into a folder aside, then rank 0 lists, syncs and renames it."""
+    run, job = trainer.run, trainer.job
+    aside = decide_on_main(job, lambda: checkpoint.begin(run, step))
+    trainer.engine.save_checkpoint(str(aside), tag=checkpoint.ENGINE)
+    checkpoint.save_rank_state(aside, job.rank)
+    if trainer.config.train.export:
+        weights = zero.gather_weights(trainer.model, job.topology)
+        if weights is not None:
+            save_file(weights, aside / checkpoint.WEIGHTS)
+    dist.barrier()
+    if job.is_main:
+        assert trainer.records is not None, "rank 0 opens the records before the first step"
+        trainer.records.event(step, "checkpoint", path=checkpoint.folder_name(step))
+        trainer.records.sync()
+
+    def finish() -> Path:
+        return checkpoint.finish(aside, step, job.world_size, trainer.config.train.keep_checkpoints)
+
+    trainer.last_checkpoint = decide_on_main(job, finish)
+    trainer.logged_at, trainer.logged_step = time.perf_counter(), step
+
+
+def note_error(trainer: Trainer, error: BaseException) -> None:
+    """Leave the reason in the run's own records, where the next reader looks."""
+    if trainer.records is not None:
+        trainer.records.event(max(0, trainer.records.loads.last_step), "error", message=str(error))
+
+
+def finish(trainer: Trainer, step: int) -> int:
+    """Say where everything is and how to go on."""
+    if not trainer.job.is_main:
+        return 0
+    name, steps = trainer.run.path.name, trainer.config.train.steps
+    parent = trainer.run.path.parent
+    where = "" if str(parent) == "runs" else f" --runs-dir {parent}"
+    if step < steps:
+        _say(f"stopped after step {step} of {steps}, saved")
+        _say(f"go on with:   counterpoise train --resume {name}{where}")
+    else:
+        _say(f"done: {steps} steps in {trainer.run.path}")
+    _say(f"look at it:   tensorboard --logdir {parent} --samples_per_plugin images=200,scalars=5000")
+    _say(f"let it write: counterpoise sample {name}{where}")
+    return 0
+
+
+def close(trainer: Trainer) -> None:
+    """Close the records and the lock."""
+    if trainer.records is not None:
+        trainer.records.close()
+    if trainer.lock is not None:
+        trainer.lock.close()
+    with contextlib.suppress(RuntimeError):
+        trainer.engine.destroy()
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _table(bits: dict[str, float]) -> str:
+    mean = sum(bits.values()) / len(bits)
+    parts = [f"{name} {value:.2f}" for name, value in bits.items() if not math.isnan(value)]
+    return "  ".join([*parts, f"mean {mean:.3f}"])
+
+
+def _millions(number: float) -> str:
+    return f"{number / 1e6:.2f} M"

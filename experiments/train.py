@@ -1,0 +1,250 @@
+"""Train: a mixture-of-experts language model, expert-parallel, under DeepSpeed. Reads from top to bottom.
+
+    counterpoise train --config tiny.toml                                      starts the ranks itself
+    deepspeed --num_gpus 2 experiments/train.py --config tiny.toml             or the launcher of your choice
+    torchrun --nproc_per_node 2 experiments/train.py --config tiny.toml
+
+settings -> job -> corpus -> model and engine -> steps (forward, backward, update, records) -> checkpoint
+"""
+
+import os
+import sys
+from pathlib import Path
+
+if not __package__:  # started as a file: import the packages beside it, not the files in its folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import argparse
+import logging
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.config import (
+    Config,
+    TrainConfig,
+    check_resume,
+    check_world,
+    load_config,
+    load_deepspeed_config,
+    merge_deepspeed,
+    train_parser,
+)
+from experiments.rundir import RunDir, check_new, find
+
+EXIT_USER_ERROR = 2
+EXIT_NOT_FINITE = 3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, as one rank of a launcher's job, or by starting the ranks when no launcher has (RANK unset)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    args = train_parser().parse_args(arguments)
+    if args.hostfile:
+        from experiments.launch import exec_hostfile
+
+        exec_hostfile(arguments, args.hostfile)
+    if "RANK" in os.environ:
+        return _run_rank(args)
+    from experiments.launch import launch
+
+    config, _ = read_settings(args)  # a mistake is told once, before any rank starts
+    check_world(config, args.ranks)
+    merge_deepspeed(load_deepspeed_config(config.train.deepspeed), config, args.ranks)
+    return launch(arguments, args.ranks)
+
+
+def read_settings(args: argparse.Namespace) -> tuple[Config, RunDir | None]:
+    """The configuration, and the run to resume (None: a new run).
+
+    A resumed run takes its own config.toml where --config is not given; --set works on top. Raises ValueError
+    where it differs from the run's own in a key that may not change.
+    """
+    overrides = list(args.set)
+    if args.deepspeed_config:
+        overrides.append(f"train.deepspeed={args.deepspeed_config}")
+    if args.resume is None:
+        check_new(args.runs_dir, args.name)
+        return load_config(args.config or "tiny.toml", overrides), None
+    name = args.resume or args.name
+    if not name:
+        raise ValueError("--resume needs the run's name: --resume NAME")
+    run = find(args.runs_dir, name)
+    config = load_config(args.config or run.config, overrides)
+    check_resume(load_config(run.config), config)
+    return config, run
+
+
+def _run_rank(args: argparse.Namespace) -> int:
+    """One rank. A user's mistake is raised on every rank alike, and told by rank 0."""
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # DeepSpeed still calls collectives by names that this torch has renamed
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    from moe import NonFiniteRouterError
+
+    rank = int(os.environ["RANK"])
+    try:
+        return train(args)
+    except ValueError as error:
+        if rank == 0:
+            print(f"counterpoise: error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except (NonFiniteRouterError, FloatingPointError) as error:
+        print(f"counterpoise: error: {error}", file=sys.stderr)
+        return EXIT_NOT_FINITE
+
+
+# ---- the run --------------------------------------------------------------------------------------------
+
+
+def train(args: argparse.Namespace) -> int:
+    """The whole run on this rank; returns its exit code."""
+    # heavy imports stand here, so that --help and a wrong setting answer at once
+    from experiments import session
+    from experiments.job import StopSignal, check_same, decide_on_main, start_job
+
+    with StopSignal() as stop:
+        config, resumed = read_settings(args)
+        world_size = int(os.environ["WORLD_SIZE"])
+        job = start_job(check_world(config, world_size))
+        settings = merge_deepspeed(load_deepspeed_config(config.train.deepspeed), config, world_size)
+        corpus = session.read_corpus(config)
+        check_same(job, "the corpus (sha256)", corpus.sha256)
+        session.check_memory(config, job, settings)
+        run = decide_on_main(job, lambda: session.open_run(args, config, settings, resumed, corpus, job))
+
+        trainer = session.build(config, job, settings, corpus, run)
+        start = session.restore(trainer) if resumed else 0
+        session.open_records(trainer, resumed_at=start if resumed else None)
+        try:
+            return run_steps(trainer, start, stop)
+        except Exception as error:
+            session.note_error(trainer, error)
+            raise
+        finally:
+            session.close(trainer)
+
+
+def run_steps(trainer: "session.Trainer", start: int, stop: Any) -> int:  # noqa: F821
+    """Optimizer steps start+1 .. train.steps, with everything that happens between them."""
+    from experiments import session
+    from experiments.evaluate import bits_per_token
+    from experiments.progress import Progress
+
+    train, job = trainer.config.train, trainer.job
+    progress = Progress(start, train.steps, shown=job.is_main)
+    step = start
+    for step in range(start + 1, train.steps + 1):
+        with trainer.timer("step"):
+            outcome = train_step(trainer, step, stop.received)
+        session.record_step(trainer, outcome, progress)
+        last = step == train.steps or outcome.stop
+        if _due(step, train.valid_every, last and not outcome.stop):
+            bits = bits_per_token(trainer.engine, job, trainer.windows, train.micro_batch)
+            session.record_validation(trainer, step, bits, progress)
+        if _due(step, train.checkpoint_every, last):
+            session.save(trainer, step)
+        if outcome.stop:
+            break
+    progress.close()
+    return session.finish(trainer, step)
+
+
+def _due(step: int, every: int, last: bool) -> bool:
+    return last or (every > 0 and step % every == 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepOutcome:
+    """What one optimizer step gave, the same on every rank.
+
+    sample: LoadSample of the step;  ce, aux: nats per token of the global batch;  stop: somebody asked to
+    stop.
+    """
+
+    sample: Any
+    ce: float
+    aux: float
+    lr: float
+    grad_norm: float
+    stop: bool
+
+
+def train_step(trainer: "session.Trainer", step: int, stop: bool) -> StepOutcome:  # noqa: F821
+    """One optimizer step: accumulation micro-batches forward and backward, then the update.
+
+    The loss of a rank is its sum over tokens, divided by the tokens of the whole global batch and multiplied
+    by
+    what the engine divides by (ranks, micro-batches): so the gradient is that of the mean over the global
+    batch,
+    however it is divided.
+    """
+    import torch
+
+    from experiments.data import global_batch
+
+    config, job, engine, timer = trainer.config, trainer.job, trainer.engine, trainer.timer
+    train, length = config.train, config.model.seq_len
+    lr = learning_rate(train, step)
+    if lr is not None:
+        for group in engine.optimizer.param_groups:
+            group["lr"] = lr
+    # every sequence of the corpus is full, so all ranks know the valid tokens of the global batch
+    global_tokens = train.micro_batch * train.accumulation * job.world_size * length
+    factor = job.world_size * train.accumulation / global_tokens
+    sums_3 = torch.zeros(3, dtype=torch.float64, device=job.device)
+    sums_3[2] = stop
+    for micro in range(train.accumulation):
+        with timer("data"):
+            first = (micro * job.world_size + job.rank) * train.micro_batch
+            tokens = global_batch(trainer.corpus, config.data, step, first, train.micro_batch, length)
+            batch = torch.from_numpy(tokens).to(job.device, non_blocking=True)
+        with timer("forward"):
+            ce_sum, aux_sum = trainer.forward(step, batch[:, :-1], batch[:, 1:])
+        with timer("backward"):
+            engine.backward((ce_sum + aux_sum) * factor)
+        with timer("optimizer"):
+            engine.step()
+        sums_3[0] += ce_sum.detach()
+        sums_3[1] += aux_sum.detach()
+    sample = trainer.meter.sample(step, sums_3)
+    ce, aux = sample.extra_X[0] / global_tokens, sample.extra_X[1] / global_tokens
+    if not math.isfinite(ce + aux):
+        raise FloatingPointError(
+            f"step {step}: the loss is {ce + aux} (cross entropy {ce}, auxiliary {aux}); "
+            f"{trainer.last_good()}"
+        )
+    norm = engine.get_global_grad_norm()
+    return StepOutcome(
+        sample=sample,
+        ce=float(ce),
+        aux=float(aux),
+        lr=float(engine.optimizer.param_groups[0]["lr"]),
+        grad_norm=math.nan if norm is None else float(norm),
+        stop=bool(sample.extra_X[2] > 0),
+    )
+
+
+def learning_rate(train: TrainConfig, step: int) -> float | None:
+    """The learning rate of a step (1, 2, ...): a pure function, so that a resumed run needs no state of it.
+
+    Linear warm-up to lr, then a half cosine down to min_lr_frac * lr at train.steps, or constant. None where
+    DeepSpeed's own scheduler is in charge.
+    """
+    if train.schedule == "deepspeed":
+        return None
+    if step <= train.warmup_steps:
+        return train.lr * step / train.warmup_steps
+    if train.schedule == "constant":
+        return train.lr
+    done = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
+    floor = train.min_lr_frac
+    return train.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+
+
+if __name__ == "__main__":
+    from experiments.cli import run_command
+
+    sys.exit(run_command(lambda: main, sys.argv[1:]))
