@@ -20,19 +20,21 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from experiments.arguments import train_parser
 from experiments.config import (
     Config,
     TrainConfig,
     check_resume,
     check_world,
     load_config,
-    load_deepspeed_config,
-    merge_deepspeed,
-    train_parser,
 )
+from experiments.engine_config import load_deepspeed_config, merge_deepspeed
 from experiments.rundir import RunDir, check_new, find
+
+if TYPE_CHECKING:
+    from experiments.session import Trainer
 
 EXIT_USER_ERROR = 2
 EXIT_NOT_FINITE = 3
@@ -92,7 +94,7 @@ def _run_rank(args: argparse.Namespace) -> int:
             print(f"counterpoise: error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
     except (NonFiniteRouterError, FloatingPointError) as error:
-        print(f"counterpoise: error: {error}", file=sys.stderr)
+        sys.stderr.write(f"counterpoise: error: {error}\n")  # in one piece: every rank says it
         return EXIT_NOT_FINITE
 
 
@@ -127,7 +129,7 @@ def train(args: argparse.Namespace) -> int:
             session.close(trainer)
 
 
-def run_steps(trainer: "session.Trainer", start: int, stop: Any) -> int:  # noqa: F821
+def run_steps(trainer: "Trainer", start: int, stop: Any) -> int:
     """Optimizer steps start+1 .. train.steps, with everything that happens between them."""
     from experiments import session
     from experiments.evaluate import bits_per_token
@@ -172,7 +174,7 @@ class StepOutcome:
     stop: bool
 
 
-def train_step(trainer: "session.Trainer", step: int, stop: bool) -> StepOutcome:  # noqa: F821
+def train_step(trainer: "Trainer", step: int, stop: bool) -> StepOutcome:
     """One optimizer step: accumulation micro-batches forward and backward, then the update.
 
     The loss of a rank is its sum over tokens, divided by the tokens of the whole global batch and multiplied

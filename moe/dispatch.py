@@ -8,6 +8,7 @@ other.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -132,7 +133,8 @@ class _TakeCopies(torch.autograd.Function):
         return take_rows(rows_RD, row_of_copy)
 
     @staticmethod
-    def backward(ctx, grad_ND):
+    def backward(ctx: Any, *grad_outputs: Any):
+        (grad_ND,) = grad_outputs
         (row_of_copy,) = ctx.saved_tensors
         # every row stands for exactly one copy, so this is a permutation, not a sum
         grad_RD = grad_ND.new_empty((ctx.num_rows + 1, grad_ND.shape[1]))
@@ -142,4 +144,4 @@ class _TakeCopies(torch.autograd.Function):
 
 def _take_copies(rows_RD: torch.Tensor, row_of_copy: torch.Tensor) -> torch.Tensor:
     """The row of every copy [N, D], zeros where a copy was not sent."""
-    return _TakeCopies.apply(rows_RD, row_of_copy)  # type: ignore[return-value]
+    return _TakeCopies.apply(rows_RD, row_of_copy)

@@ -136,7 +136,8 @@ class _AllToAllV(torch.autograd.Function):
         return exchange.send_rows(rows_RD, input_splits, output_splits)
 
     @staticmethod
-    def backward(ctx: Any, grad_RD):
+    def backward(ctx: Any, *grad_outputs: Any):
+        (grad_RD,) = grad_outputs
         input_splits, output_splits = ctx.splits
         return ctx.exchange.send_rows(grad_RD, output_splits, input_splits), None, None, None, None
 
@@ -160,4 +161,4 @@ def all_to_all_v(
     if exchange.size == 1:
         return rows_RD
     anchor = torch.zeros((), device=rows_RD.device, requires_grad=torch.is_grad_enabled())
-    return _AllToAllV.apply(rows_RD, anchor, exchange, tuple(input_splits), tuple(output_splits))  # type: ignore[return-value]
+    return _AllToAllV.apply(rows_RD, anchor, exchange, tuple(input_splits), tuple(output_splits))

@@ -29,7 +29,8 @@ class _LoopLinear(torch.autograd.Function):
         return out_RO
 
     @staticmethod
-    def backward(ctx: Any, grad_RO):
+    def backward(ctx: Any, *grad_outputs: Any):
+        (grad_RO,) = grad_outputs
         rows_RI, weight_eOI = ctx.saved_tensors
         grad_RO = grad_RO.contiguous()
         grad_RI, grad_eOI = torch.empty_like(rows_RI), torch.empty_like(weight_eOI)
@@ -74,7 +75,7 @@ def grouped_linear(
     if method == "grouped_mm":
         offs = ends.to(device=rows_RI.device, dtype=torch.int32)
         return F.grouped_mm(rows_RI, weight_eOI.transpose(1, 2), offs=offs)
-    return _LoopLinear.apply(rows_RI, weight_eOI, ends.tolist())  # type: ignore[return-value]
+    return _LoopLinear.apply(rows_RI, weight_eOI, ends.tolist())
 
 
 class Experts(nn.Module):

@@ -43,5 +43,6 @@ def _one_of(rank_lists: list[list[int]], topology: Topology) -> Exchange:
             continue
         group = None if len(ranks) == topology.world_size else dist.new_group(ranks)
         if topology.rank in ranks:
+            assert not isinstance(group, int), "this rank is a member of its group"
             mine = DistExchange(group)
     return mine

@@ -49,6 +49,9 @@ class MoELayer(nn.Module):
     (torch.Size([2, 5, 128]), True)
     """
 
+    previous_counts_E: torch.Tensor
+    running_counts_E: torch.Tensor
+
     def __init__(
         self,
         config: MoEConfig,

@@ -51,7 +51,8 @@ class _Permute(torch.autograd.Function):
         return rows_RD.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, grad_RD):
+    def backward(ctx: Any, *grad_outputs: Any):
+        (grad_RD,) = grad_outputs
         (inverse,) = ctx.saved_tensors
         return grad_RD.index_select(0, inverse), None, None
 
@@ -63,7 +64,7 @@ def permute_rows(
     atomics."""
     if index is None or inverse is None:
         return rows_RD
-    return _Permute.apply(rows_RD, index, inverse)  # type: ignore[return-value]
+    return _Permute.apply(rows_RD, index, inverse)
 
 
 class _ExpandTokens(torch.autograd.Function):
@@ -74,7 +75,8 @@ class _ExpandTokens(torch.autograd.Function):
         return x_TD.index_select(0, token_of_row)
 
     @staticmethod
-    def backward(ctx: Any, grad_RD):
+    def backward(ctx: Any, *grad_outputs: Any):
+        (grad_RD,) = grad_outputs
         token_of_row, row_of_copy = ctx.saved_tensors
         acc = torch.promote_types(grad_RD.dtype, torch.float32)
         if ctx.top_k is None:
@@ -95,7 +97,7 @@ def expand_tokens(
     not
     sent;  top_k: K where routing is regular.   Returns [R, D].
     """
-    return _ExpandTokens.apply(x_TD, token_of_row, row_of_copy, top_k)  # type: ignore[return-value]
+    return _ExpandTokens.apply(x_TD, token_of_row, row_of_copy, top_k)
 
 
 def take_rows(rows_RD: torch.Tensor, row_of_copy: torch.Tensor) -> torch.Tensor:

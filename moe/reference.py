@@ -18,6 +18,8 @@ class DenseMoE(nn.Module):
     gate: [E, D];  bias: [E], selects only;  w1, w3: [E, F, D];  w2: [E, D, F];  shared: (w1, w2, w3) or None.
     """
 
+    bias: torch.Tensor
+
     def __init__(
         self,
         config: MoEConfig,

@@ -132,7 +132,10 @@ def make_engine(model: nn.Module, settings: dict[str, Any], weight_decay: float 
     if grouped != trainable:
         raise ValueError(f"{grouped} of {trainable} trainable parameters have an optimizer group; all must")
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=groups, config=settings, dist_init_required=False
+        model=model,
+        model_parameters=groups,  # pyright: ignore[reportArgumentType]  its annotation is wrong
+        config=settings,
+        dist_init_required=False,
     )
     return engine
 
