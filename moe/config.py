@@ -1,5 +1,6 @@
 """Settings of the expert layer and of the model around it. Every field's help names unit and a good value."""
 
+import math
 from dataclasses import dataclass, field
 
 from routing.config import RouterConfig
@@ -68,6 +69,8 @@ class ModelConfig:
                 f"model.d_model={self.d_model} is not an even multiple of model.num_heads={self.num_heads} "
                 f"(rotary angles pair the elements of a head); use {below} or {below + step}"
             )
+        if not 0 < self.rope_base < math.inf:
+            raise ValueError(f"model.rope_base={self.rope_base} must be more than 0; 10000 is usual")
         if self.dtype not in DTYPES:
             raise ValueError(f"model.dtype={self.dtype!r} is unknown; use one of {', '.join(DTYPES)}")
         if self.moe.router.d_model != self.d_model:

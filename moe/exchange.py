@@ -133,11 +133,16 @@ class _AllToAllV(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_RD, anchor, exchange, input_splits, output_splits):
         ctx.exchange, ctx.splits = exchange, (input_splits, output_splits)
+        # Unpacked first in the backward: under non-reentrant checkpointing that makes every rank recompute
+        # here,
+        # at the same point, also one that has no rows.
+        ctx.save_for_backward(rows_RD.new_empty(0))
         return exchange.send_rows(rows_RD, input_splits, output_splits)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any):
         (grad_RD,) = grad_outputs
+        _ = ctx.saved_tensors
         input_splits, output_splits = ctx.splits
         return ctx.exchange.send_rows(grad_RD, output_splits, input_splits), None, None, None, None
 

@@ -65,9 +65,15 @@ def grouped_linear(
     if method not in METHODS:
         raise ValueError(f"method={method!r} is unknown; use one of {', '.join(METHODS)}")
     ends = rows_per_slot.cumsum(0)
-    if int(rows_per_slot.sum()) != rows_RI.shape[0]:
+    if int(rows_per_slot.sum()) != rows_RI.shape[0] or int(rows_per_slot.min()) < 0:
         raise ValueError(
-            f"rows_per_slot sums to {int(rows_per_slot.sum())} but {rows_RI.shape[0]} rows were given"
+            f"rows_per_slot {rows_per_slot.tolist()} must be 0 or more each and sum to the "
+            f"{rows_RI.shape[0]} rows given"
+        )
+    if method == "grouped_mm" and not grouped_mm_is_legal(rows_RI, weight_eOI):
+        raise ValueError(
+            f"grouped_mm takes no {rows_RI.dtype} rows of width {rows_RI.shape[1]} (16 or 32 bit floats, rows "
+            'a multiple of 16 bytes): use method="loop"'
         )
     if method == "auto":
         fast = rows_RI.is_cuda and rows_RI.dtype != torch.float32 and grouped_mm_is_legal(rows_RI, weight_eOI)

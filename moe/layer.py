@@ -91,10 +91,12 @@ class MoELayer(nn.Module):
         Raises NonFiniteRouterError on every rank where any rank's logits are not finite.
         """
         x_TD = x.reshape(-1, x.shape[-1])
+        if token_mask_T is not None:  # padding may hold NaN, which 0 * NaN would carry into gradients
+            x_TD = torch.where(token_mask_T[:, None], x_TD, 0.0)
         with self.timer("route"):
             routing = self.router.route(x_TD, token_mask_T)
         with self.timer("counts"):
-            counts_PE = self.gather_counts(routing)
+            counts_PE, global_counts_E = self.gather_counts(routing)
             rows_PS = self.split(counts_PE, self.slot_to_expert_S)
             check_split(rows_PS, counts_PE, self.slot_to_expert_S)
         with self.timer("dispatch"):
@@ -106,26 +108,39 @@ class MoELayer(nn.Module):
         if self.shared_expert is not None:
             y_TD = y_TD + self.shared_expert(x_TD)
         num_sequences = x.shape[0] if x.ndim == 3 else 1
-        aux_loss = self.auxiliary_loss(routing, counts_PE, rows=rows_RD.shape[0], num_sequences=num_sequences)
+        aux_loss = self.auxiliary_loss(
+            routing, global_counts_E, rows=rows_RD.shape[0], num_sequences=num_sequences
+        )
         return y_TD.view_as(x), aux_loss
 
-    def gather_counts(self, routing: Routing) -> np.ndarray:
-        """The counts of every rank, [P, E] int64 on the host: one collective and one host sync a layer.
+    def gather_counts(self, routing: Routing) -> tuple[np.ndarray, torch.Tensor]:
+        """The counts of every rank of the EP group, [P, E] int64 on the host, and their sum [E] on the
+        device.
 
-        One more column says that a rank's logits are not finite, so that all ranks raise together.
+        One collective and one host sync a layer. One more column says that a rank's logits are not finite, so
+        that all ranks raise together. With several EP groups a balance loss over all ranks needs the counts
+        of
+        all: then a second, smaller gather over the EDP group sums them, and carries the flags too.
         """
         logits_TE = routing.logits_TE.detach()
         if routing.token_mask_T is not None:
             logits_TE = torch.where(routing.token_mask_T[:, None], logits_TE, 0.0)
         bad = (~torch.isfinite(logits_TE)).any().to(torch.int64)
-        gathered = self.groups.ep.all_gather(torch.cat([routing.routed_E, bad[None]])).cpu().numpy()
-        if gathered[:, -1].any():
-            ranks = self.topology.ep_ranks()[np.flatnonzero(gathered[:, -1])]
-            raise NonFiniteRouterError(self.layer_id, ranks.tolist())
-        return gathered[:, :-1]
+        gathered_PX = self.groups.ep.all_gather(torch.cat([routing.routed_E, bad[None]]))
+        bad_DP, global_counts_E = gathered_PX[None, :, -1], gathered_PX[:, :-1].sum(dim=0)
+        rank_DP = self.topology.ep_ranks()[None]
+        if self.groups.edp.size > 1 and self.config.router.balance_scope in ("global", "running"):
+            both_DX = self.groups.edp.all_gather(torch.cat([global_counts_E, bad_DP[0]]))
+            global_counts_E, bad_DP = both_DX[:, : -rank_DP.size].sum(dim=0), both_DX[:, -rank_DP.size :]
+            rank_DP = self.topology.grid()
+        host = torch.cat([gathered_PX[:, :-1].reshape(-1), bad_DP.reshape(-1)]).cpu().numpy()
+        counts_PE, bad = np.split(host, [gathered_PX.shape[0] * (gathered_PX.shape[1] - 1)])
+        if bad.any():
+            raise NonFiniteRouterError(self.layer_id, rank_DP.reshape(-1)[bad > 0].tolist())
+        return counts_PE.reshape(gathered_PX.shape[0], -1), global_counts_E
 
     def auxiliary_loss(
-        self, routing: Routing, counts_PE: np.ndarray, *, rows: int, num_sequences: int
+        self, routing: Routing, global_counts_E: torch.Tensor, *, rows: int, num_sequences: int
     ) -> torch.Tensor:
         """Balance loss in the configured scope and z-loss, weighted and summed; reports both to the meter."""
         router = self.config.router
@@ -136,7 +151,7 @@ class MoELayer(nn.Module):
             expert_TK = routing.expert_N.view(routing.num_tokens, router.top_k)
             balance = losses.sequence_balance_loss(probs_TE, expert_TK, num_sequences, mask_T)
         else:
-            counts_E = self._counts_in_scope(routing, counts_PE, counting)
+            counts_E = self._counts_in_scope(routing, global_counts_E, counting)
             balance = losses.balance_loss(probs_TE, losses.load_fraction(counts_E, probs_TE.dtype), mask_T)
         z_sum = losses.z_loss(routing.logits_TE, mask_T)
         if counting and self.meter is not None:
@@ -155,19 +170,20 @@ class MoELayer(nn.Module):
         self.previous_counts_E.copy_(tokens_per_expert_E)
         self.running_counts_E.zero_()
 
-    def _counts_in_scope(self, routing: Routing, counts_PE: np.ndarray, counting: bool) -> torch.Tensor:
+    def _counts_in_scope(
+        self, routing: Routing, global_counts_E: torch.Tensor, counting: bool
+    ) -> torch.Tensor:
         """Counts [E] whose shares enter the balance loss, by the scope's name."""
         scope = self.config.router.balance_scope
         if scope == "local":
             return routing.demand_E
         if scope == "previous":
             return self.previous_counts_E
-        counts_E = torch.from_numpy(counts_PE.sum(axis=0)).to(routing.demand_E.device)
-        if self.groups.edp.size > 1:
-            counts_E = self.groups.edp.all_gather(counts_E).sum(dim=0)
         if scope == "global":
-            return counts_E
-        running_E = self.running_counts_E + counts_E
+            return global_counts_E
+        if self.training and not counting:  # recomputation: the forward has added this micro-batch already
+            return self.running_counts_E
+        running_E = self.running_counts_E + global_counts_E
         if counting:
             self.running_counts_E.copy_(running_E)
         return running_E

@@ -48,6 +48,8 @@ class LoadMeter:
     """
 
     def __init__(self, world_size: int = 1, rank: int = 0) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank={rank} is out of 0..{world_size - 1} (world_size={world_size})")
         self._world_size, self._rank = world_size, rank
         self._layers: list[MeteredLayer] = []
         self._num_experts = 0

@@ -37,24 +37,25 @@ class Attention(nn.Module):
         batch, length, width = x_BSD.shape
         head = width // self.num_heads
         q, k, v = self.qkv(x_BSD).view(batch, length, 3, self.num_heads, head).permute(2, 0, 3, 1, 4)
-        cos_SH, sin_SH = rotary_angles(length, head, self.rope_base, x_BSD.device)
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        cos_SH, sin_SH = rotary_angles(length, head, self.rope_base, x_BSD.device, dtype)
         q, k = rotate(q, cos_SH, sin_SH), rotate(k, cos_SH, sin_SH)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).reshape(batch, length, width))
 
 
 def rotary_angles(
-    length: int, head: int, base: float, device: torch.device
+    length: int, head: int, base: float, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine of position * base^(-2i/head), each [S, head / 2] float32."""
-    rate = base ** (-torch.arange(0, head, 2, device=device, dtype=torch.float32) / head)
-    angle = torch.arange(length, device=device, dtype=torch.float32)[:, None] * rate
+    """Cosine and sine of position * base^(-2i/head), each [S, head / 2] of `dtype`, float32 or better."""
+    rate = base ** (-torch.arange(0, head, 2, device=device, dtype=dtype) / head)
+    angle = torch.arange(length, device=device, dtype=dtype)[:, None] * rate
     return angle.cos(), angle.sin()
 
 
 def rotate(x: torch.Tensor, cos_SH: torch.Tensor, sin_SH: torch.Tensor) -> torch.Tensor:
     """Turn element i of a head against element i + head/2 by the angle of its position.   [..., S, head]."""
-    first, second = x.float().chunk(2, dim=-1)
+    first, second = x.to(cos_SH.dtype).chunk(2, dim=-1)
     turned = torch.cat([first * cos_SH - second * sin_SH, first * sin_SH + second * cos_SH], dim=-1)
     return turned.to(x.dtype)
 
@@ -120,7 +121,8 @@ class Transformer(nn.Module):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Logits, or the losses where targets are given.
 
-        tokens_BS, targets_BS: [B, S] int64, B may be 0;  mask_BS: [B, S] bool, False = padding.
+        tokens_BS, targets_BS: [B, S] int64, B may be 0;  mask_BS: [B, S] bool, False = padding,
+        which must follow the tokens of its row: attention is causal and masks nothing else.
         Returns logits [B, S, vocab], or (cross entropy in nats, weighted auxiliary loss), both float32 *sums*
         over this rank's valid tokens. Raises ValueError for a sequence longer than config.seq_len.
         """
@@ -172,7 +174,7 @@ class Transformer(nn.Module):
 def _fill_normal(weight: torch.Tensor, scale: float, seed: int, name: str) -> None:
     """Normal values of deviation scale / sqrt(inputs), embedding, head and gate 0.02; drawn on CPU, so alike
     everywhere."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + (seed << 32))
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
     narrow = name.startswith(("embedding", "head")) or name.endswith("gate.weight")
     std = 0.02 if narrow else scale * weight.shape[-1] ** -0.5
     weight.copy_(torch.randn(weight.shape, generator=generator) * std)

@@ -74,6 +74,7 @@ def _collect(ranks: list[Any], results: Any, timeout_s: float) -> list[Any]:
         if not results.empty():
             rank, ok, value = results.get()
             if not ok:
+                _raise_if_died(ranks, values, rank)
                 raise RankFailedError(f"rank {rank} of {len(ranks)} raised:\n{value}")
             values[rank] = value
         elif died:
@@ -84,6 +85,16 @@ def _collect(ranks: list[Any], results: Any, timeout_s: float) -> list[Any]:
         else:
             time.sleep(0.005)
     return [values[rank] for rank in range(len(ranks))]
+
+
+def _raise_if_died(ranks: list[Any], values: dict[int, Any], reporter: int) -> None:
+    """A rank that died without a word is the cause of what the others report: give it a moment to show."""
+    deadline = time.monotonic() + 0.5
+    while time.monotonic() < deadline:
+        for r, process in enumerate(ranks):
+            if r != reporter and r not in values and process.exitcode not in (None, 0, 1):
+                raise RankFailedError(f"rank {r} died with exit code {process.exitcode}")
+        time.sleep(0.01)
 
 
 def _rank_main(

@@ -1,5 +1,6 @@
 """Settings of the router. Every field's help names its unit and a good value."""
 
+import math
 from dataclasses import dataclass, field
 
 SCORES = ("softmax", "sigmoid")
@@ -58,7 +59,7 @@ class RouterConfig:
                     f"router.{name}={getattr(self, name)!r} is unknown; use one of {', '.join(choices)}"
                 )
         for name in ("balance_loss", "z_loss"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"router.{name}={getattr(self, name)} must be 0 or more")
-        if not self.scale > 0:
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"router.{name}={getattr(self, name)} must be 0 or more, and finite")
+        if not 0 < self.scale < math.inf:
             raise ValueError(f"router.scale={self.scale} must be more than 0; 1.0 leaves the weights alone")

@@ -61,8 +61,6 @@ def count_experts(expert_N: torch.Tensor, num_experts: int) -> torch.Tensor:
 
     expert_N: any shape int64, expert ids; -1 is not counted.   Returns [E] int64.
     """
-    flat = expert_N.reshape(-1)
-    # one bin more than experts: -1 lands there and is cut off
-    bins = torch.where(flat < 0, num_experts, flat)
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device)
-    return counts.scatter_add_(0, bins, torch.ones_like(bins))[:num_experts]
+    bins = expert_N.reshape(-1) + 1  # -1 lands in a bin of its own, which is cut off
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=bins.device)
+    return counts.scatter_add_(0, bins, torch.ones_like(bins))[1:]

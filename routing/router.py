@@ -42,6 +42,8 @@ class Router(nn.Module):
         """
         config = self.config
         self._check(x_TD, token_mask_T)
+        if token_mask_T is not None:  # padding may hold NaN: 0 * NaN would reach the gate's gradient
+            x_TD = torch.where(token_mask_T[:, None], x_TD, 0.0)
         logits_TE = self.gate(x_TD)
         scores_TE = scores(logits_TE, config.score)
         expert_TK = top_k(scores_TE, self.bias.bias_E, config.top_k)

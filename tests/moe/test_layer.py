@@ -3,8 +3,18 @@
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from moe import DenseMoE, Groups, MoEConfig, MoELayer, NonFiniteRouterError, SoloExchange, Topology
+from moe import (
+    DenseMoE,
+    Groups,
+    MoEConfig,
+    MoELayer,
+    NonFiniteRouterError,
+    SoloExchange,
+    Topology,
+    make_groups,
+)
 from moe.exchange import DistExchange
 from moe.testing import RankFailedError, run_loopback, run_ranks
 from routing import RouterConfig
@@ -153,8 +163,6 @@ def test_ep_layer_equals_dense_reference_on_gloo_ranks(routing, tokens_P):
 
 
 def edp_step(rank, world, moe_config, tokens_P):
-    from moe import make_groups
-
     topology = Topology(world_size=world, ep_size=2, rank=rank)
     return ep_step(topology, make_groups(topology), moe_config, "mixed", tokens_P)
 
@@ -236,3 +244,56 @@ def test_a_rank_that_raises_breaks_the_barrier():
 
     with pytest.raises(RankFailedError, match="rank 1 of 3 raised KeyError"):
         run_loopback(one_raises, 3)
+
+
+def solo_layer(**router) -> MoELayer:
+    layer = MoELayer(config(**router), Topology()).double()
+    with torch.no_grad():
+        layer.router.gate.weight.mul_(50)
+    return layer
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_padding_that_is_not_finite_reaches_no_gradient(value, score):
+    layer = solo_layer(score=score)
+    x = torch.randn(7, WIDTH, dtype=torch.float64)
+    mask_T = torch.arange(7) != 2
+    x[2] = value
+    y, aux_loss = layer(x, mask_T)
+    (y[mask_T].square().sum() + aux_loss).backward()
+    for name, parameter in layer.named_parameters():
+        assert torch.isfinite(parameter.grad).all(), name
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non_reentrant"])
+@pytest.mark.parametrize("scope", ["local", "global", "previous", "running", "sequence"])
+def test_recomputation_changes_no_gradient_in_any_scope(scope, reentrant):
+    layer = solo_layer(balance_scope=scope, balance_loss=1.0)
+    grads = []
+    for recompute in (True, False):
+        layer.zero_grad()
+        layer.running_counts_E.zero_()
+        for micro in range(3):
+            generator = torch.Generator().manual_seed(micro)
+            x = torch.randn(9, WIDTH, dtype=torch.float64, generator=generator).requires_grad_(True)
+            y, aux_loss = checkpoint(layer, x, use_reentrant=reentrant) if recompute else layer(x)
+            (y.sum() + aux_loss).backward()
+        grads.append(layer.router.gate.weight.grad.clone())
+    assert torch.equal(*grads)
+
+
+def nan_in_one_ep_group(rank, world):
+    topology = Topology(world_size=world, ep_size=2, rank=rank)
+    layer = MoELayer(config(), topology, groups=make_groups(topology))
+    try:
+        layer(torch.full((3, WIDTH), float("nan") if rank == 3 else 1.0))
+    except NonFiniteRouterError as error:
+        return error.ranks
+    return []
+
+
+@pytest.mark.dist
+def test_nan_in_one_ep_group_raises_in_the_others_too():
+    """World 4 = EP 2 x EDP 2: the balance loss over all ranks carries the flag to the other EP group."""
+    assert run_ranks(nan_in_one_ep_group, 4, timeout_s=60) == [[3]] * 4

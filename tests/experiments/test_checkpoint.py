@@ -1,0 +1,103 @@
+"""Checkpoints on disk: complete or absent, verified byte by byte, the newest complete one found."""
+
+import json
+
+import pytest
+import torch
+
+from experiments import checkpoint
+from experiments.rundir import RunDir
+
+
+def write(run: RunDir, step: int, keep: int = 9):
+    aside = checkpoint.begin(run, step)
+    (aside / "engine").mkdir()
+    (aside / "engine" / "states.pt").write_bytes(bytes(range(200)) * (step % 100))
+    (aside / "model.safetensors").write_bytes(b"weights")
+    return checkpoint.finish(aside, step, world_size=2, keep=keep)
+
+
+@pytest.fixture
+def run(tmp_path) -> RunDir:
+    return RunDir(path=tmp_path)
+
+
+def never(text: str) -> None:
+    raise AssertionError(text)
+
+
+def test_finished_checkpoint_verifies_and_lists_every_file(run):
+    path = write(run, 7)
+    found = checkpoint.latest(run, say=never)
+    assert found == checkpoint.Checkpoint(path=path, step=7, world_size=2)
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert manifest["files"].keys() == {"engine/states.pt", "model.safetensors"}
+    assert manifest["files"]["engine/states.pt"]["bytes"] == 1400
+
+
+def test_none_where_there_is_none(run):
+    assert checkpoint.latest(run, say=never) is None
+
+
+def test_a_save_that_never_finished_does_not_count_and_is_cleared_away(run):
+    write(run, 1)
+    aside = checkpoint.begin(run, 2)
+    (aside / "half").write_bytes(b"x")
+    found = checkpoint.latest(run, say=never)
+    assert found is not None
+    assert found.step == 1
+    checkpoint.begin(run, 3)
+    assert not aside.exists()
+
+
+DAMAGES = {
+    "truncated": (lambda p: p.write_bytes(p.read_bytes()[:-3]), r"states.pt has 597 bytes, expected 600"),
+    "flipped bit": (
+        lambda p: p.write_bytes(b"\x01" + p.read_bytes()[1:]),
+        "states.pt differs from its sha256",
+    ),
+    "removed": (lambda p: p.unlink(), "states.pt is missing"),
+    "no manifest": (lambda p: (p.parents[1] / "manifest.json").unlink(), "manifest.json cannot be read"),
+    "torn manifest": (lambda p: (p.parents[1] / "manifest.json").write_text('{"format"'), "cannot be read"),
+    "other format": (lambda p: (p.parents[1] / "manifest.json").write_text("[]"), "no manifest of format 1"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_checkpoint_is_named_and_the_one_before_is_taken(run, damage):
+    for step in (1, 2, 3):
+        path = write(run, step)
+    spoil, message = DAMAGES[damage]
+    spoil(path / "engine" / "states.pt")
+    with pytest.raises(ValueError, match=message):
+        checkpoint.verify(path)
+    said = []
+    found = checkpoint.latest(run, say=said.append)
+    assert found is not None
+    assert found.step == 2
+    assert len(said) == 1
+    assert "step 3 is not usable" in said[0]
+
+
+def test_only_the_newest_are_kept(run):
+    for step in (5, 10, 15, 100_000_000):
+        write(run, step, keep=2)
+    assert [step for step, _ in checkpoint._folders(run.checkpoints)] == [15, 100_000_000]
+
+
+def test_a_step_that_is_saved_again_replaces_the_old_one(run):
+    write(run, 4)
+    (run.checkpoints / "step-00000004" / "model.safetensors").write_bytes(b"broken")
+    path = write(run, 4)
+    assert checkpoint.verify(path).step == 4
+
+
+def test_random_state_comes_back(run, tmp_path):
+    torch.manual_seed(3)
+    aside = checkpoint.begin(run, 1)
+    checkpoint.save_rank_state(aside, rank=0)
+    path = checkpoint.finish(aside, 1, world_size=1, keep=1)
+    expected = torch.rand(4)
+    torch.manual_seed(99)
+    checkpoint.load_rank_state(checkpoint.verify(path), rank=0)
+    assert torch.equal(torch.rand(4), expected)
