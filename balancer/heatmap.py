@@ -14,7 +14,7 @@ from balancer.metrics import checked_load, load_shares, mean_balancedness, rank_
 
 # Heat map, in pixels: bounds of a cell, size that the cells together aim at, margins (left, right, top,
 # bottom).
-_CELL_W, _CELL_H, _AIM_W, _AIM_H = (2, 80), (4, 60), 1024, 480
+_CELL_W, _CELL_H, _AIM_W, _AIM_H = (2, 48), (4, 44), 1024, 480
 _LEAST_W, _LEAST_H = 320, 140
 _MARGINS = (58, 96, 34, 50)
 _DPI = 100

@@ -70,7 +70,7 @@ def check_same(job: Job, what: str, value: str) -> None:
     if len(set(values)) > 1:
         other = next(rank for rank, found in enumerate(values) if found != values[0])
         raise ValueError(
-            f"{what} differs between ranks: rank 0 has {values[0]}, rank {other} {values[other]}"
+            f"{what} differs between ranks: rank 0 has {values[0]}, rank {other} has {values[other]}"
         )
 
 

@@ -28,13 +28,16 @@ from moe import LoadSample
 class Recorder:
     """Writes one run's records; rank 0 has one.
 
-    resume_step: None for a new run, else the step of the checkpoint from which it goes on: what was recorded
+    ep_size: ranks that share the experts;  resume_step: None for a new run, else the step of the checkpoint
+    from which it goes on: what was recorded
     after
     it belongs to steps that are done again, and is cut off.
     """
 
-    def __init__(self, run: RunDir, config: Config, num_layers: int, resume_step: int | None) -> None:
-        self._config = config
+    def __init__(
+        self, run: RunDir, config: Config, num_layers: int, ep_size: int, resume_step: int | None
+    ) -> None:
+        self._config, self._ep_size = config, ep_size
         experts = config.router.num_experts
         self.metrics = JsonlSink(run.metrics, resume_after_step=resume_step)
         meta = {"source": "training", "top_k": config.router.top_k}
@@ -65,7 +68,9 @@ class Recorder:
 
     def heatmap(self, sample: LoadSample) -> None:
         """The loads of one step as an image, layers x experts."""
-        self.board.image(sample.step, "load/experts", load_heatmap(sample.tokens_per_expert_LE))
+        self.board.image(
+            sample.step, "load/experts", load_heatmap(sample.tokens_per_expert_LE, num_ranks=self._ep_size)
+        )
 
     def validation(self, step: int, bits: Mapping[str, float]) -> None:
         """Bits per byte of every domain, and their mean."""

@@ -172,7 +172,8 @@ def open_records(trainer: Trainer, resumed_at: int | None) -> None:
     trainer.logged_at, trainer.logged_step = time.perf_counter(), resumed_at or 0
     if not trainer.job.is_main:
         return
-    trainer.records = Recorder(trainer.run, trainer.config, trainer.meter.num_layers, resumed_at)
+    ep_size = trainer.job.topology.ep_size
+    trainer.records = Recorder(trainer.run, trainer.config, trainer.meter.num_layers, ep_size, resumed_at)
     for line in describe(trainer):
         _say(line)
     if resumed_at is not None:

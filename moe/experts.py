@@ -72,7 +72,7 @@ def grouped_linear(
         )
     if method == "grouped_mm" and not grouped_mm_is_legal(rows_RI, weight_eOI):
         raise ValueError(
-            f"grouped_mm takes no {rows_RI.dtype} rows of width {rows_RI.shape[1]} (16 or 32 bit floats, rows "
+            f"grouped_mm takes no {rows_RI.dtype} rows of width {rows_RI.shape[1]} (16 or 32 bits, rows "
             'a multiple of 16 bytes): use method="loop"'
         )
     if method == "auto":

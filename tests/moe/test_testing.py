@@ -126,5 +126,5 @@ def die_while_the_other_waits(rank, world):
 @pytest.mark.dist
 def test_a_rank_that_dies_is_named_and_not_the_one_that_waited_for_it():
     for _ in range(4):  # which report comes first is a matter of chance
-        with pytest.raises(RankFailedError, match="^rank 1 died with exit code 3"):
+        with pytest.raises(RankFailedError, match=r"^rank 1 died with exit code 3"):
             run_ranks(die_while_the_other_waits, 2, timeout_s=30)
