@@ -34,6 +34,7 @@ _PHASES = (
     "data", "route", "counts", "dispatch", "experts", "combine", "forward", "backward", "optimizer", "step",
 )  # fmt: skip
 _FLUSH_EVERY_S = 10
+_EVENTS = re.compile(r"tfevents\.(\d+)\.")
 
 
 class Dashboard:
@@ -59,6 +60,8 @@ class Dashboard:
                 "purge_step=STEP"
             )
         start = 0 if purge_step is None else _checked_step(purge_step, "purge_step")
+        if purge_step is not None and folder.is_dir():
+            _wait_for_later_name(folder)
         self._writer: Any = EventFileWriter(os.fspath(folder), flush_secs=_FLUSH_EVERY_S)
         # The first START of a folder opens the run and each later one means "restarted at this step". So a
         # new run writes one too: without it TensorBoard would take the first restart for the opening and
@@ -188,6 +191,15 @@ def training_layout() -> dict[str, dict[str, list[str]]]:
             "time per phase, ms": [f"^time_ms/({'|'.join(_PHASES)})$"],
         },
     }
+
+
+def _wait_for_later_name(folder: Path) -> None:
+    """Wait until a new event file sorts after those there: TensorBoard reads files in the order of their
+    names,
+    which carry the time in whole seconds."""
+    newest = max((name.group(1) for name in map(_EVENTS.search, os.listdir(folder)) if name), default="0")
+    while int(time.time()) <= int(newest):
+        time.sleep(0.02)
 
 
 def _checked_step(step: SupportsIndex, name: str) -> int:

@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -46,6 +46,7 @@ class Trainer:
     records: Recorder | None = None
     lock: IO[str] | None = None
     last_checkpoint: Path | None = None
+    bigram: dict[str, float] = field(default_factory=dict)
     logged_at: float = 0.0
     logged_step: int = 0
 
@@ -176,10 +177,11 @@ def open_records(trainer: Trainer, resumed_at: int | None) -> None:
     trainer.records = Recorder(trainer.run, trainer.config, trainer.meter.num_layers, ep_size, resumed_at)
     for line in describe(trainer):
         _say(line)
+    simple = baselines(trainer.corpus, trainer.windows)
+    trainer.bigram = simple["bigram"]
     if resumed_at is not None:
         trainer.records.event(resumed_at, "resume")
         return
-    simple = baselines(trainer.corpus, trainer.windows)
     trainer.records.event(0, "baselines", **simple)
     for name, bits in simple.items():
         _say(f"{name:>8} bits per byte: " + _table(bits))
@@ -246,7 +248,9 @@ def record_validation(trainer: Trainer, step: int, bits: dict[str, float], progr
     """Write and tell a validation."""
     if trainer.records is not None:
         trainer.records.validation(step, bits)
-        progress.say(f"   model bits per byte: {_table(bits)}  (validation at step {step})")
+        gains = [trainer.bigram[name] - bits[name] for name in bits]
+        below = "" if math.isnan(sum(gains)) else f", {sum(gains) / len(gains):+.3f} below bigram"
+        progress.say(f"   model bits per byte: {_table(bits)}{below}  (validation at step {step})")
     # a validation is no training time
     trainer.logged_at, trainer.logged_step = time.perf_counter(), step
 

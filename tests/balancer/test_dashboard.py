@@ -225,7 +225,7 @@ def test_heatmap_has_a_readable_size_for_any_model(shape):
 def _cells(image: np.ndarray, num_layers: int, num_experts: int) -> np.ndarray:
     """Colours at the middle of every cell; the cells are the widest block of colour that touches no white."""
     inner = (image != 255).any(axis=-1)
-    rows, columns = np.flatnonzero(inner.mean(axis=1) > 0.4), np.flatnonzero(inner.mean(axis=0) > 0.4)
+    rows, columns = np.flatnonzero(inner.mean(axis=1) > 0.6), np.flatnonzero(inner.mean(axis=0) > 0.4)
     top, bottom, left = rows[0], rows[-1] + 1, columns[0]
     right = left + int(np.flatnonzero(np.diff(columns) > 1)[0]) + 1  # the colour scale stands apart
     y = top + (np.arange(num_layers) * 2 + 1) * (bottom - top) // (2 * num_layers)
@@ -251,7 +251,7 @@ def test_heatmap_scale_runs_from_hot_to_cold_with_the_fair_share_in_its_middle()
 
     image = load_heatmap(np.full((4, 7), 100)).astype(int)
     inner = (image != 255).any(axis=-1)
-    rows, columns = np.flatnonzero(inner.mean(axis=1) > 0.4), np.flatnonzero(inner.mean(axis=0) > 0.4)
+    rows, columns = np.flatnonzero(inner.mean(axis=1) > 0.6), np.flatnonzero(inner.mean(axis=0) > 0.4)
     scale = image[rows, columns[-1] - 3]  # the last wide block of colour
     ends = [np.array(colormaps["cividis"](level, bytes=True)[:3]).astype(int) for level in (1.0, 0.5, 0.0)]
     assert (scale[0] == ends[0]).all()
