@@ -18,14 +18,15 @@ from experiments import checkpoint, rundir
 from experiments.config import Config
 from experiments.corpus import Corpus
 from experiments.data import load_corpus
-from experiments.estimate import GIB, available_bytes, check_fits, estimate_memory
+from experiments.describe import describe, table, unit
+from experiments.estimate import available_bytes, check_fits, estimate_memory
 from experiments.evaluate import baselines, validation_windows
 from experiments.job import Job, decide_on_main
 from experiments.progress import Progress
 from experiments.records import Recorder
 from experiments.rundir import RunDir
 from moe import LoadMeter, NonFiniteRouterError, zero
-from moe.model import Transformer, count_parameters
+from moe.model import Transformer
 from moe.timing import PhaseTimer
 
 
@@ -184,29 +185,8 @@ def open_records(trainer: Trainer, resumed_at: int | None) -> None:
         return
     trainer.records.event(0, "baselines", **simple)
     for name, bits in simple.items():
-        _say(f"{name:>8} bits per byte: " + _table(bits))
-
-
-def describe(trainer: Trainer) -> list[str]:
-    """The run in a few lines: parameters, memory, ranks, data."""
-    config, topology = trainer.config, trainer.job.topology
-    counts = count_parameters(config.model)
-    stage = int(trainer.settings.get("zero_optimization", {}).get("stage", 0))
-    memory = estimate_memory(config, topology, stage)
-    per_rank = counts["dense"] + counts["experts"] // topology.ep_size
-    free = available_bytes(trainer.job.device, int(os.environ.get("LOCAL_WORLD_SIZE", topology.world_size)))
-    domains = ", ".join(f"{d.name} {len(d.train) / 1e6:.1f} MB" for d in trainer.corpus.domains)
-    return [
-        f"run {trainer.run.path}",
-        f"parameters: {_millions(counts['dense'] + counts['experts'])} in all, {_millions(per_rank)} a rank, "
-        f"{_millions(counts['active'])} active per token; {config.router.num_experts} experts, "
-        f"top {config.router.top_k}",
-        f"ranks: {topology.world_size} = EP {topology.ep_size} x EDP {topology.edp_size}, ZeRO {stage}, "
-        f"{config.model.dtype} on {trainer.job.device.type}",
-        f"memory: about {memory.total_bytes / GIB:.2f} GiB a rank of {free / GIB:.1f} free",
-        f"data: {domains}; {config.data.schedule} mix",
-        *trainer.corpus.notes,
-    ]
+        if not all(map(math.isnan, bits.values())):
+            _say(f"{name:>10} {unit(trainer)}: {table(bits)}")
 
 
 # ---- between the steps ----------------------------------------------------------------------------------
@@ -249,8 +229,8 @@ def record_validation(trainer: Trainer, step: int, bits: dict[str, float], progr
     if trainer.records is not None:
         trainer.records.validation(step, bits)
         gains = [trainer.bigram[name] - bits[name] for name in bits]
-        below = "" if math.isnan(sum(gains)) else f", {sum(gains) / len(gains):+.3f} below bigram"
-        progress.say(f"   model bits per byte: {_table(bits)}{below}  (validation at step {step})")
+        gain = "" if math.isnan(sum(gains)) else f" ({sum(gains) / len(gains):+.3f} against bigram)"
+        progress.say(f"{f'step {step}':>10} {unit(trainer)}: {table(bits)}{gain}")
     # a validation is no training time
     trainer.logged_at, trainer.logged_step = time.perf_counter(), step
 
@@ -293,11 +273,12 @@ def finish(trainer: Trainer, step: int) -> int:
     where = "" if str(parent) == "runs" else f" --runs-dir {parent}"
     if step < steps:
         _say(f"stopped after step {step} of {steps}, saved")
-        _say(f"go on with:   counterpoise train --resume {name}{where}")
+        _say(f"go on with:   ./lab train --resume {name}{where}")
     else:
         _say(f"done: {steps} steps in {trainer.run.path}")
     _say(f"look at it:   tensorboard --logdir {parent} --samples_per_plugin images=200,scalars=5000")
-    _say(f"let it write: counterpoise sample {name}{where}")
+    if trainer.config.train.export:
+        _say(f"let it write: ./lab sample {name}{where}")
     return 0
 
 
@@ -313,13 +294,3 @@ def close(trainer: Trainer) -> None:
 
 def _say(text: str) -> None:
     print(text, flush=True)
-
-
-def _table(bits: dict[str, float]) -> str:
-    mean = sum(bits.values()) / len(bits)
-    parts = [f"{name} {value:.2f}" for name, value in bits.items() if not math.isnan(value)]
-    return "  ".join([*parts, f"mean {mean:.3f}"])
-
-
-def _millions(number: float) -> str:
-    return f"{number / 1e6:.2f} M"

@@ -175,7 +175,7 @@ def test_ctrl_c_saves_and_says_how_to_resume(counterpoise, rank_env, small_toml,
     assert process.returncode == 130, output
     stopped = re.search(r"stopped after step (\d+) of 4000, saved", output)
     assert stopped, output
-    assert "counterpoise train --resume cut" in output
+    assert "./lab train --resume cut" in output
     last = int(stopped[1])
     newest = sorted((tmp_path / "runs" / "cut" / "checkpoints").iterdir())[-1]
     assert newest.name == f"step-{last:08d}"

@@ -45,6 +45,8 @@ def make_reference(moe_config: MoEConfig, routing: str) -> DenseMoE:
             reference.bias[3] = -5.0
         if routing == "one_rank":  # every copy to the last experts, which live on the last rank
             reference.bias[-TOP_K:] = 5.0
+        if routing == "expert_5":
+            reference.bias[5] = 5.0
         if routing == "one_hot_token":
             reference.bias[0] = 5.0
     return reference
@@ -297,3 +299,21 @@ def nan_in_one_ep_group(rank, world):
 def test_nan_in_one_ep_group_raises_in_the_others_too():
     """World 4 = EP 2 x EDP 2: the balance loss over all ranks carries the flag to the other EP group."""
     assert run_ranks(nan_in_one_ep_group, 4, timeout_s=60) == [[3]] * 4
+
+
+def one_expert_step(exchange, tokens_P):
+    """K = 1 and every token to expert 5: one rank computes everything."""
+    topology = Topology(world_size=exchange.size, ep_size=exchange.size, rank=exchange.rank)
+    groups = Groups(ep=exchange, edp=SoloExchange())
+    router = RouterConfig(d_model=WIDTH, num_experts=EXPERTS, top_k=1, normalize=False)
+    moe_config = MoEConfig(router=router, expert_hidden=HIDDEN, shared_hidden=SHARED)
+    return ep_step(topology, groups, moe_config, "expert_5", tokens_P), moe_config
+
+
+@pytest.mark.parametrize("tokens_P", [(64,), (7, 64), (0, 1, 7, 64)], ids=str)
+def test_all_tokens_to_one_expert_equals_the_reference(tokens_P):
+    outcomes = run_loopback(one_expert_step, len(tokens_P), tokens_P)
+    results, (moe_config, *_) = zip(*outcomes)
+    compare(results, moe_config, "expert_5", tokens_P)
+    *_, counts = dense_step(moe_config, "expert_5", tokens_P)
+    assert counts.tolist() == [0, 0, 0, 0, 0, sum(tokens_P), 0, 0]
