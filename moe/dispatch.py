@@ -8,13 +8,12 @@ other.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from moe.exchange import Exchange, all_to_all_v
-from moe.permute import block_index, expand_tokens, permute_rows, take_rows, transposed_blocks
+from moe.permute import expand_tokens, order_copies, permute_rows, transposed_blocks, weighted_sum
 from routing.record import Routing
 
 
@@ -60,9 +59,7 @@ def dispatch(
             "with slots a multiple of the ranks"
         )
     local = num_slots // num_ranks
-    copy_of_row = _order_by_slot(routing.expert_N, rows_PS[exchange.rank], slot_to_expert_S)
-    row_of_copy = torch.full_like(routing.expert_N, copy_of_row.shape[0])
-    row_of_copy[copy_of_row] = torch.arange(copy_of_row.shape[0], device=x_TD.device)
+    copy_of_row, row_of_copy = order_copies(routing.expert_N, rows_PS[exchange.rank], slot_to_expert_S)
     rows_ND = expand_tokens(x_TD, routing.token_N[copy_of_row], row_of_copy, routing.top_k)
 
     input_splits = tuple(rows_PS[exchange.rank].reshape(num_ranks, local).sum(axis=1).tolist())
@@ -94,54 +91,12 @@ def combine(rows_RD: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
     """
     arrived_RD = permute_rows(rows_RD, handle.by_source, handle.by_slot)
     rows_ND = all_to_all_v(arrived_RD, handle.exchange, handle.output_splits, handle.input_splits)
+    if handle.top_k is not None:
+        shape = (handle.num_tokens, handle.top_k)
+        return weighted_sum(rows_ND, handle.weight_N.view(shape), handle.row_of_copy.view(shape))
     acc = torch.promote_types(rows_RD.dtype, handle.weight_N.dtype)
-    copies_ND = _take_copies(rows_ND, handle.row_of_copy)
-    weighted_ND = copies_ND.to(acc) * handle.weight_N.to(acc)[:, None]
-    if handle.top_k is None:
-        y_TD = weighted_ND.new_zeros((handle.num_tokens, rows_RD.shape[1]))
-        y_TD = y_TD.index_add(0, handle.token_N, weighted_ND)
-    else:
-        y_TD = weighted_ND.view(handle.num_tokens, handle.top_k, rows_RD.shape[1]).sum(dim=1)
+    sent_N = handle.row_of_copy < rows_ND.shape[0]
+    copies_ND = rows_ND.index_select(0, handle.row_of_copy[sent_N]).to(acc)
+    y_TD = copies_ND.new_zeros((handle.num_tokens, rows_RD.shape[1]))
+    y_TD = y_TD.index_add(0, handle.token_N[sent_N], copies_ND * handle.weight_N[sent_N].to(acc)[:, None])
     return y_TD.to(rows_RD.dtype)
-
-
-def _order_by_slot(expert_N: torch.Tensor, rows_S: np.ndarray, slot_to_expert_S: np.ndarray) -> torch.Tensor:
-    """The copies to send, in the order (slot, token): copy_of_row [R] int64.
-
-    Copies are sorted by expert first, stable in the token. The slots of an expert take theirs one after the
-    other, so a slot's copies are one block of that order, and the blocks are gathered in slot order.
-    """
-    if rows_S[slot_to_expert_S < 0].any():
-        raise ValueError("rows_PS sends rows to an empty slot (slot_to_expert is -1 there)")
-    routed_last = torch.where(expert_N < 0, torch.iinfo(torch.int64).max, expert_N)
-    by_expert = torch.argsort(routed_last, stable=True)
-    slots_by_expert = np.argsort(slot_to_expert_S, kind="stable")
-    length = rows_S[slots_by_expert]
-    start_S = np.empty_like(rows_S)
-    start_S[slots_by_expert] = np.cumsum(length) - length
-    total = int(rows_S.sum())
-    if np.array_equal(slots_by_expert, np.arange(slots_by_expert.shape[0])):
-        return by_expert[:total]  # slots stand in expert order: the blocks do too
-    return by_expert[block_index(start_S, rows_S, expert_N.device)]
-
-
-class _TakeCopies(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows_RD, row_of_copy):
-        ctx.save_for_backward(row_of_copy)
-        ctx.num_rows = rows_RD.shape[0]
-        return take_rows(rows_RD, row_of_copy)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any):
-        (grad_ND,) = grad_outputs
-        (row_of_copy,) = ctx.saved_tensors
-        # every row stands for exactly one copy, so this is a permutation, not a sum
-        grad_RD = grad_ND.new_empty((ctx.num_rows + 1, grad_ND.shape[1]))
-        grad_RD.index_copy_(0, row_of_copy, grad_ND)
-        return grad_RD[: ctx.num_rows], None
-
-
-def _take_copies(rows_RD: torch.Tensor, row_of_copy: torch.Tensor) -> torch.Tensor:
-    """The row of every copy [N, D], zeros where a copy was not sent."""
-    return _TakeCopies.apply(rows_RD, row_of_copy)

@@ -1,4 +1,9 @@
-"""Permute: rows <-> slots. Index arithmetic and gathers, no communication.
+"""Permute: rows <-> slots. Index arithmetic and gathers, no communication. The only user of numba in this
+package.
+
+On CPU the passes over rows are numba kernels, elsewhere (and for types that they lack) torch operations:
+twins, and a
+test holds them equal.
 
 A *block* is a run of rows that stay together. Two layouts of the rows that a rank receives (2 local slots):
 
@@ -6,10 +11,14 @@ A *block* is a run of rows that stay together. Two layouts of the rows that a ra
     as the experts want them:         (s0,r0)(s0,r1)(s1,r0)(s1,r1)
 """
 
+from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+
+from moe import permute_kernels
 
 
 def block_index(start_B: np.ndarray, length_B: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -76,16 +85,14 @@ class _ExpandTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any):
-        (grad_RD,) = grad_outputs
         token_of_row, row_of_copy = ctx.saved_tensors
-        acc = torch.promote_types(grad_RD.dtype, torch.float32)
+        grad_RD = grad_outputs[0].contiguous()
         if ctx.top_k is None:
+            acc = torch.promote_types(grad_RD.dtype, torch.float32)
             grad_TD = grad_RD.new_zeros((ctx.num_tokens, grad_RD.shape[1]), dtype=acc)
             grad_TD.index_add_(0, token_of_row, grad_RD.to(acc))
-        else:
-            copies_ND = take_rows(grad_RD, row_of_copy)
-            grad_TD = copies_ND.view(ctx.num_tokens, ctx.top_k, grad_RD.shape[1]).sum(dim=1, dtype=acc)
-        return grad_TD.to(grad_RD.dtype), None, None, None
+            return grad_TD.to(grad_RD.dtype), None, None, None
+        return sum_rows(grad_RD, row_of_copy.view(ctx.num_tokens, ctx.top_k), None), None, None, None
 
 
 def expand_tokens(
@@ -100,9 +107,162 @@ def expand_tokens(
     return _ExpandTokens.apply(x_TD, token_of_row, row_of_copy, top_k)
 
 
+class _WeightedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_RD, weight_TK, row_of_copy_TK):
+        ctx.save_for_backward(rows_RD, weight_TK, row_of_copy_TK)
+        return sum_rows(rows_RD, row_of_copy_TK, weight_TK)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any):
+        rows_RD, weight_TK, row_of_copy_TK = ctx.saved_tensors
+        grads = weighted_sum_backward(grad_outputs[0].contiguous(), rows_RD, weight_TK, row_of_copy_TK)
+        return (*grads, None)
+
+
+def weighted_sum(
+    rows_RD: torch.Tensor, weight_TK: torch.Tensor, row_of_copy_TK: torch.Tensor
+) -> torch.Tensor:
+    """y_t = sum_k weight_tk * rows[row_of_copy_tk], in float32 or better, without atomics.
+
+    rows_RD: [R, D], each the row of one copy;  weight_TK: [T, K] float32 or float64;  row_of_copy_TK: [T, K]
+    int64, R = a copy that was not sent, which counts nothing.   Returns [T, D] of the rows' type.
+    """
+    return _WeightedSum.apply(rows_RD.contiguous(), weight_TK.contiguous(), row_of_copy_TK)
+
+
+# ---- passes over rows: numba on CPU, torch elsewhere ----------------------------------------------------
+
+
+def order_copies(
+    expert_N: torch.Tensor, rows_S: np.ndarray, slot_to_expert_S: np.ndarray
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The copies to send, in the order (slot, token), and where each copy stands in it.
+
+    expert_N: [N] int64, -1 = not routed;  rows_S: [S] int64, this rank's rows for every slot: over the slots
+    of an
+    expert they sum to its copies, which fill them one after the other in token order;  slot_to_expert_S: [S].
+    Returns copy_of_row [R] int64 and row_of_copy [N] int64, R for a copy that is not sent.
+    Raises ValueError for rows that go to an empty slot.
+    """
+    if rows_S[slot_to_expert_S < 0].any():
+        raise ValueError("rows_PS sends rows to an empty slot (slot_to_expert is -1 there)")
+    if expert_N.is_cuda:
+        return order_copies_torch(expert_N, rows_S, slot_to_expert_S)
+    copy_of_row = torch.empty(int(rows_S.sum()), dtype=torch.int64)
+    row_of_copy = torch.empty_like(expert_N)
+    kernels().order(
+        expert_N.numpy(),
+        np.ascontiguousarray(rows_S),
+        slot_to_expert_S,
+        copy_of_row.numpy(),
+        row_of_copy.numpy(),
+    )
+    return copy_of_row, row_of_copy
+
+
+def order_copies_torch(
+    expert_N: torch.Tensor, rows_S: np.ndarray, slot_to_expert_S: np.ndarray
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Twin of `order_copies`: copies sorted by expert, stable; a slot's are one block, gathered in slot
+    order."""
+    routed_last = torch.where(expert_N < 0, torch.iinfo(torch.int64).max, expert_N)
+    by_expert = torch.argsort(routed_last, stable=True)
+    slots_by_expert = np.argsort(slot_to_expert_S, kind="stable")
+    length = rows_S[slots_by_expert]
+    start_S = np.empty_like(rows_S)
+    start_S[slots_by_expert] = np.cumsum(length) - length
+    copy_of_row = by_expert[block_index(start_S, rows_S, expert_N.device)]
+    row_of_copy = torch.full_like(expert_N, copy_of_row.shape[0])
+    row_of_copy[copy_of_row] = torch.arange(copy_of_row.shape[0], device=expert_N.device)
+    return copy_of_row, row_of_copy
+
+
+def sum_rows(
+    rows_RD: torch.Tensor, row_of_copy_TK: torch.Tensor, weight_TK: torch.Tensor | None
+) -> torch.Tensor:
+    """sum_k weight_tk * rows[row_of_copy_tk] without gradient; None for weights of 1.   Returns [T, D]."""
+    if not _has_kernel(rows_RD):
+        return sum_rows_torch(rows_RD, row_of_copy_TK, weight_TK)
+    if weight_TK is None:
+        acc = torch.promote_types(rows_RD.dtype, torch.float32)
+        weight_TK = torch.ones(row_of_copy_TK.shape, dtype=acc)
+    out_TD = rows_RD.new_empty((row_of_copy_TK.shape[0], rows_RD.shape[1]))
+    function = kernels().sum_rows_half if rows_RD.dtype == torch.bfloat16 else kernels().sum_rows
+    function(_array(rows_RD), row_of_copy_TK.numpy(), _array(weight_TK), _array(out_TD))
+    return out_TD
+
+
+def sum_rows_torch(
+    rows_RD: torch.Tensor, row_of_copy_TK: torch.Tensor, weight_TK: torch.Tensor | None
+) -> torch.Tensor:
+    """Twin of `sum_rows`."""
+    acc = torch.promote_types(rows_RD.dtype, torch.float32 if weight_TK is None else weight_TK.dtype)
+    copies_TKD = take_rows(rows_RD, row_of_copy_TK)
+    if weight_TK is None:
+        return copies_TKD.sum(dim=1, dtype=acc).to(rows_RD.dtype)
+    return (copies_TKD.to(acc) * weight_TK.to(acc)[..., None]).sum(dim=1).to(rows_RD.dtype)
+
+
+def weighted_sum_backward(
+    grad_TD: torch.Tensor, rows_RD: torch.Tensor, weight_TK: torch.Tensor, row_of_copy_TK: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of `weighted_sum`: of the rows [R, D] and of the weights [T, K]."""
+    if not _has_kernel(rows_RD):
+        return weighted_sum_backward_torch(grad_TD, rows_RD, weight_TK, row_of_copy_TK)
+    grad_RD, grad_TK = torch.empty_like(rows_RD), torch.empty_like(weight_TK)
+    half = rows_RD.dtype == torch.bfloat16
+    function = kernels().weighted_sum_backward_half if half else kernels().weighted_sum_backward
+    arrays = (_array(t) for t in (grad_TD, rows_RD, weight_TK, row_of_copy_TK, grad_RD, grad_TK))
+    function(*arrays)
+    return grad_RD, grad_TK
+
+
+def weighted_sum_backward_torch(
+    grad_TD: torch.Tensor, rows_RD: torch.Tensor, weight_TK: torch.Tensor, row_of_copy_TK: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Twin of `weighted_sum_backward`."""
+    acc = torch.promote_types(rows_RD.dtype, weight_TK.dtype)
+    grad_TK = (take_rows(rows_RD, row_of_copy_TK).to(acc) * grad_TD.to(acc)[:, None]).sum(dim=2)
+    spread_ND = (weight_TK.to(acc)[..., None] * grad_TD.to(acc)[:, None]).flatten(0, 1).to(rows_RD.dtype)
+    # every row stands for one copy: a permutation, not a sum. Unsent copies share a row, which is cut off.
+    grad_RD = rows_RD.new_empty((rows_RD.shape[0] + 1, rows_RD.shape[1]))
+    grad_RD.index_copy_(0, row_of_copy_TK.reshape(-1), spread_ND)
+    return grad_RD[: rows_RD.shape[0]], grad_TK.to(weight_TK.dtype)
+
+
 def take_rows(rows_RD: torch.Tensor, row_of_copy: torch.Tensor) -> torch.Tensor:
     """rows[row_of_copy], where row number R (a copy that was not sent) gives a row of zeros."""
-    if row_of_copy.shape[0] == rows_RD.shape[0]:  # every copy was sent: a permutation
-        return rows_RD.index_select(0, row_of_copy)
-    padded = torch.cat([rows_RD, rows_RD.new_zeros((1, rows_RD.shape[1]))])
-    return padded.index_select(0, row_of_copy)
+    if row_of_copy.numel() != rows_RD.shape[0]:  # else every copy was sent: a permutation
+        rows_RD = torch.cat([rows_RD, rows_RD.new_zeros((1, rows_RD.shape[1]))])
+    return rows_RD.index_select(0, row_of_copy.reshape(-1)).view(*row_of_copy.shape, rows_RD.shape[1])
+
+
+def _has_kernel(rows_RD: torch.Tensor) -> bool:
+    return not rows_RD.is_cuda and rows_RD.dtype in (torch.float32, torch.float64, torch.bfloat16)
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    tensor = tensor.detach()
+    return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+def warm(dtype: torch.dtype) -> None:
+    """Compile every kernel for rows of this type, or load it from the disk: call it before the first step."""
+    rows, index = torch.zeros(2, 3, dtype=dtype), torch.tensor([[0, 1]])
+    weight = torch.ones(1, 2, dtype=torch.promote_types(dtype, torch.float32))
+    sum_rows(rows, index, weight)
+    weighted_sum_backward(rows[:1], rows, weight, index)
+    order_copies(torch.tensor([0, 0]), np.array([2]), np.array([0]))
+
+
+@lru_cache(maxsize=1)
+def kernels() -> SimpleNamespace:
+    """The numba kernels, compiled for the types that they are called with, and kept on disk."""
+    from numba import njit
+
+    # "contract" allows fused multiply-add, and no other freedom; reassociation makes dot products vectors
+    options: dict[str, Any] = {"cache": True, "nogil": True, "fastmath": {"contract", "reassoc", "nsz"}}
+    permute_kernels.round_half = njit(**options)(permute_kernels.round_half)
+    names = ("order", "sum_rows", "sum_rows_half", "weighted_sum_backward", "weighted_sum_backward_half")
+    return SimpleNamespace(**{name: njit(**options)(getattr(permute_kernels, name)) for name in names})

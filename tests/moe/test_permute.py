@@ -4,7 +4,21 @@ import numpy as np
 import pytest
 import torch
 
-from moe.permute import block_index, expand_tokens, permute_rows, take_rows, transposed_blocks
+from moe.permute import (
+    block_index,
+    expand_tokens,
+    order_copies,
+    order_copies_torch,
+    permute_rows,
+    sum_rows,
+    sum_rows_torch,
+    take_rows,
+    transposed_blocks,
+    weighted_sum,
+    weighted_sum_backward,
+    weighted_sum_backward_torch,
+)
+from moe.placement import even_split
 
 CPU = torch.device("cpu")
 WIDTH = 3
@@ -98,3 +112,78 @@ def test_no_token_expands_to_no_row():
     expand_tokens(x_TD, none, none, 3).sum().backward()
     assert x_TD.grad is not None and x_TD.grad.shape == (0, WIDTH)
     assert take_rows(x_TD, none).shape == (0, WIDTH)
+
+
+# ---- twins: numba kernels against torch ---
+TWIN_SHAPES = [
+    (5, 3, 7, 0),
+    (6, 2, 9, 4),
+    (1, 1, 3, 0),
+    (0, 2, 5, 0),
+    (4, 8, 33, 11),
+]  # T, K, D, copies not sent
+
+
+def twin_inputs(shape, dtype):
+    num_tokens, top_k, width, unsent = shape
+    generator = torch.Generator().manual_seed(num_tokens)
+    num_rows = num_tokens * top_k - unsent
+    order = torch.randperm(num_tokens * top_k, generator=generator)
+    row_of_copy_TK = torch.where(order < num_rows, order, num_rows).view(num_tokens, top_k)
+    rows_RD = torch.randn(num_rows, width, generator=generator, dtype=torch.float64).to(dtype)
+    acc = torch.promote_types(dtype, torch.float32)
+    weight_TK = torch.rand(num_tokens, top_k, generator=generator, dtype=acc)
+    grad_TD = torch.randn(num_tokens, width, generator=generator, dtype=torch.float64).to(dtype)
+    return rows_RD, row_of_copy_TK, weight_TK, grad_TD
+
+
+# one rounding of the type, on sums of up to 33 terms of size 1
+TWIN_TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 0.05}
+
+
+@pytest.mark.parametrize("dtype", list(TWIN_TOLERANCE), ids=str)
+@pytest.mark.parametrize("shape", TWIN_SHAPES, ids=str)
+def test_kernels_over_rows_equal_their_torch_twins(shape, dtype):
+    rows_RD, row_of_copy_TK, weight_TK, grad_TD = twin_inputs(shape, dtype)
+    tolerance = {"rtol": 0.0, "atol": TWIN_TOLERANCE[dtype]}
+    for weights in (weight_TK, None):
+        ours, twin = (f(rows_RD, row_of_copy_TK, weights) for f in (sum_rows, sum_rows_torch))
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours, twin, **tolerance)
+    ours = weighted_sum_backward(grad_TD, rows_RD, weight_TK, row_of_copy_TK)
+    twin = weighted_sum_backward_torch(grad_TD, rows_RD, weight_TK, row_of_copy_TK)
+    for a, b in zip(ours, twin, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, **tolerance)
+
+
+def test_half_kernels_round_to_nearest_even_and_keep_nan_and_infinity():
+    values = torch.tensor([1.0, 1.00390625, 1.01171875, -3.0e38, float("inf"), float("nan")])
+    rows_RD = values.to(torch.bfloat16)[None]
+    ones, index = torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int64)
+    assert torch.equal(sum_rows(rows_RD, index, ones)[0, :5], rows_RD[0, :5])
+    assert sum_rows(rows_RD, index, ones)[0, 5].isnan()
+    scaled = sum_rows(rows_RD[:, :1], index, ones * 1.00390625)  # halfway between two bfloat16 values
+    assert scaled.item() == torch.tensor(1.00390625).to(torch.bfloat16).item() == 1.0
+
+
+def test_weighted_sum_passes_gradcheck():
+    rows_RD, row_of_copy_TK, weight_TK, _ = twin_inputs((4, 3, 5, 2), torch.float64)
+    leaves = [rows_RD.requires_grad_(True), weight_TK.requires_grad_(True)]
+    assert torch.autograd.gradcheck(lambda r, w: weighted_sum(r, w, row_of_copy_TK), leaves)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_counting_sort_equals_its_torch_twin(seed):
+    """Random copies over random slots: replicas, empty slots, experts without copies, unrouted copies."""
+    draw = np.random.default_rng(seed)
+    num_experts, num_slots = 5, 9
+    slots = np.concatenate([np.arange(num_experts), draw.integers(-1, num_experts, num_slots - num_experts)])
+    draw.shuffle(slots)
+    expert_N = torch.from_numpy(draw.integers(-1, num_experts, 40) if seed else np.full(0, 0))
+    counts_PE = np.array([[(expert_N == e).sum().item() for e in range(num_experts)]])
+    rows_S = even_split(counts_PE, slots)[0]
+    ours = order_copies(expert_N, rows_S, slots)
+    twin = order_copies_torch(expert_N, rows_S, slots)
+    for got, want in zip(ours, twin, strict=True):
+        assert torch.equal(got, want)
