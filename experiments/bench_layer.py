@@ -30,7 +30,7 @@ import torch.distributed as dist
 from moe import MoEConfig, MoELayer, Topology
 from moe.exchange import DistExchange
 from moe.experts import METHODS, feed_forward
-from moe.testing import RankFailedError, run_ranks
+from moe.testing import run_ranks
 from routing import RouterConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -276,7 +276,7 @@ def floor(case: Case, inputs: Inputs, topology: Topology) -> Step:
     """Sorted rows through the local experts by the fastest way, and four raw all-to-alls of the same
     bytes."""
     home = topology.home_experts(case.experts)
-    weights = [getattr(inputs, n)[home].clone().requires_grad_(True) for n in ("w1", "w2", "w3")]
+    w1, w2, w3 = (w[home].clone().requires_grad_(True) for w in (inputs.w1, inputs.w2, inputs.w3))
     rows = case.tokens * case.top_k
     rows_per_slot = torch.full((len(home),), rows // len(home), dtype=torch.int64)
     rows_RD = torch.randn(rows, case.width).to(DTYPES[case.dtype]).requires_grad_(True)
@@ -284,9 +284,9 @@ def floor(case: Case, inputs: Inputs, topology: Topology) -> Step:
     exchange, splits = DistExchange(None), [rows // topology.ep_size] * topology.ep_size
 
     def compute(method: str) -> None:
-        out = feed_forward(rows_RD, *weights, rows_per_slot, method=method)
+        out = feed_forward(rows_RD, w1, w2, w3, rows_per_slot, method=method)
         out.backward(grad_RD)
-        for tensor in (rows_RD, *weights):
+        for tensor in (rows_RD, w1, w2, w3):
             tensor.grad = None
 
     best = _fastest(compute)

@@ -31,6 +31,12 @@ def _sample() -> Main:
     return main
 
 
+def _bench() -> Main:
+    from experiments.bench import main
+
+    return main
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Command:
     """A subcommand: one line of help, and how to get at its `main(argv) -> exit code`."""
@@ -42,6 +48,7 @@ class Command:
 COMMANDS: dict[str, Command] = {
     "doctor": Command(help="what this machine has, and what to do about what it lacks", load=_doctor),
     "train": Command(help="train a model (train --help lists every setting with its unit)", load=_train),
+    "bench": Command(help="measure beside others: bench layer (times in ms)", load=_bench),
     "sample": Command(help="continue a prompt with the model of a run (length in tokens)", load=_sample),
 }
 

@@ -27,7 +27,11 @@ from experiments.records import Recorder
 from experiments.rundir import RunDir
 from moe import LoadMeter, NonFiniteRouterError, zero
 from moe.model import Transformer
+from moe.permute import warm
 from moe.timing import PhaseTimer
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -125,6 +129,8 @@ def build(config: Config, job: Job, settings: dict[str, Any], corpus: Corpus, ru
         layer_class=zero.ZeroMoELayer,
     )
     model.init_weights(config.train.seed)
+    if job.device.type == "cpu":
+        warm(DTYPES[config.model.dtype])  # compile before the first step, not within it
     engine = zero.make_engine(model, settings, config.train.weight_decay)
     return Trainer(
         config=config,

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from routing.config import RouterConfig
 
 DTYPES = ("float32", "bfloat16")
+ACTIVATIONS = ("swiglu", "gelu")
+WEIGHT_POSITIONS = ("after", "before")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,12 +22,32 @@ class MoEConfig:
     shared_hidden: int = field(
         default=0, metadata={"help": "hidden width of the shared expert that sees every token; 0 = none"}
     )
+    activation: str = field(
+        default="swiglu",
+        metadata={
+            "help": "feed-forward of an expert: swiglu (three matrices), or gelu (two; no DeepSpeed engine)",
+            "choices": ACTIVATIONS,
+        },
+    )
+    weight_position: str = field(
+        default="after",
+        metadata={
+            "help": "where the router weight multiplies a row: after the expert, or before its second matrix "
+            "(the weights then travel too); the gradients are the same",
+            "choices": WEIGHT_POSITIONS,
+        },
+    )
 
     def __post_init__(self) -> None:
         if self.expert_hidden < 1:
             raise ValueError(f"moe.expert_hidden={self.expert_hidden} must be at least 1")
         if self.shared_hidden < 0:
             raise ValueError(f"moe.shared_hidden={self.shared_hidden} must be 0 (no shared expert) or more")
+        for name, choices in (("activation", ACTIVATIONS), ("weight_position", WEIGHT_POSITIONS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"moe.{name}={getattr(self, name)!r} is unknown; use one of {', '.join(choices)}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

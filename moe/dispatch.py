@@ -7,12 +7,13 @@
 other.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from moe.exchange import Exchange, all_to_all_v
+from moe.exchange import Exchange, all_to_all_v, start_all_to_all_v
 from moe.permute import expand_tokens, order_copies, permute_rows, transposed_blocks, weighted_sum
 from routing.record import Routing
 
@@ -30,6 +31,7 @@ class DispatchHandle:
     output_splits: tuple[int, ...]
     by_slot: torch.Tensor | None
     by_source: torch.Tensor | None
+    copy_of_row: torch.Tensor
     row_of_copy: torch.Tensor
     weight_N: torch.Tensor
     token_N: torch.Tensor
@@ -43,12 +45,15 @@ def dispatch(
     rows_PS: np.ndarray,
     slot_to_expert_S: np.ndarray,
     exchange: Exchange,
+    meanwhile: Callable[[], None] | None = None,
 ) -> tuple[torch.Tensor, DispatchHandle]:
     """Send every routed copy to a slot of its expert.
 
     x_TD: [T, D] this rank's rows;  routing: their experts;  rows_PS: [P, S] int64 on the host, the rows that
     every source rank sends to every slot (the same array on all ranks);  slot_to_expert_S: [S] int64, slots
-    contiguous by rank, -1 = empty.
+    contiguous by rank, -1 = empty;  meanwhile: work to do while the rows are in flight (its backward runs
+    while
+    their gradients are).
     Returns rows_RD [R, D], in the order (local slot, source rank, token), and the handle for combine.
     Raises ValueError where rows_PS does not fit the ranks, the slots or this rank's counts.
     """
@@ -65,7 +70,12 @@ def dispatch(
     input_splits = tuple(rows_PS[exchange.rank].reshape(num_ranks, local).sum(axis=1).tolist())
     received_Ps = rows_PS[:, exchange.rank * local : (exchange.rank + 1) * local]
     output_splits = tuple(received_Ps.sum(axis=1).tolist())
-    arrived_RD = all_to_all_v(rows_ND, exchange, input_splits, output_splits)
+    if meanwhile is None:
+        arrived_RD = all_to_all_v(rows_ND, exchange, input_splits, output_splits)
+    else:
+        in_flight = start_all_to_all_v(rows_ND, exchange, input_splits, output_splits)
+        meanwhile()
+        arrived_RD = in_flight.wait()
     by_slot, by_source = transposed_blocks(received_Ps, x_TD.device)
     handle = DispatchHandle(
         rows_per_local_slot=torch.from_numpy(received_Ps.sum(axis=0)),
@@ -74,6 +84,7 @@ def dispatch(
         output_splits=output_splits,
         by_slot=by_slot,
         by_source=by_source,
+        copy_of_row=copy_of_row,
         row_of_copy=row_of_copy,
         weight_N=routing.weight_N,
         token_N=routing.token_N,
@@ -83,20 +94,31 @@ def dispatch(
     return permute_rows(arrived_RD, by_slot, by_source), handle
 
 
-def combine(rows_RD: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-    """Send the experts' rows back and sum each token's, weighted, in float32 or better.
+def dispatch_weights(handle: DispatchHandle) -> torch.Tensor:
+    """Send every routed copy's router weight after its row: weight_R [R], in the rows' order,
+    differentiable."""
+    weight_N1 = handle.weight_N[handle.copy_of_row][:, None]
+    arrived_R1 = all_to_all_v(weight_N1, handle.exchange, handle.input_splits, handle.output_splits)
+    return permute_rows(arrived_R1, handle.by_slot, handle.by_source)[:, 0]
 
-    rows_RD: [R, D] in the order in which dispatch gave them.   Returns y_TD [T, D] of the rows' type; a token
-    without a routed copy gets zeros.
+
+def combine(rows_RD: torch.Tensor, handle: DispatchHandle, *, weighted: bool = True) -> torch.Tensor:
+    """Send the experts' rows back and sum each token's in float32 or better.
+
+    rows_RD: [R, D] in the order in which dispatch gave them;  weighted: multiply by the router's weights
+    (False:
+    the experts have done so).   Returns y_TD [T, D] of the rows' type; a token without a routed copy gets
+    zeros.
     """
+    weight_N = handle.weight_N if weighted else torch.ones_like(handle.weight_N, requires_grad=False)
     arrived_RD = permute_rows(rows_RD, handle.by_source, handle.by_slot)
     rows_ND = all_to_all_v(arrived_RD, handle.exchange, handle.output_splits, handle.input_splits)
     if handle.top_k is not None:
         shape = (handle.num_tokens, handle.top_k)
-        return weighted_sum(rows_ND, handle.weight_N.view(shape), handle.row_of_copy.view(shape))
+        return weighted_sum(rows_ND, weight_N.view(shape), handle.row_of_copy.view(shape))
     acc = torch.promote_types(rows_RD.dtype, handle.weight_N.dtype)
     sent_N = handle.row_of_copy < rows_ND.shape[0]
     copies_ND = rows_ND.index_select(0, handle.row_of_copy[sent_N]).to(acc)
     y_TD = copies_ND.new_zeros((handle.num_tokens, rows_RD.shape[1]))
-    y_TD = y_TD.index_add(0, handle.token_N[sent_N], copies_ND * handle.weight_N[sent_N].to(acc)[:, None])
+    y_TD = y_TD.index_add(0, handle.token_N[sent_N], copies_ND * weight_N[sent_N].to(acc)[:, None])
     return y_TD.to(rows_RD.dtype)

@@ -32,6 +32,23 @@ class Exchange(Protocol):
     def send_rows(
         self, rows_RD: torch.Tensor, input_splits: Sequence[int], output_splits: Sequence[int]
     ) -> torch.Tensor: ...
+    def start_rows(
+        self, rows_RD: torch.Tensor, input_splits: Sequence[int], output_splits: Sequence[int]
+    ) -> "Transfer": ...
+
+
+class Transfer:
+    """Rows in flight: `wait` gives them. Holds what is sent until then."""
+
+    def __init__(self, out_RD: torch.Tensor, sent_RD: torch.Tensor, work: Any = None) -> None:
+        self._out_RD, self._sent_RD, self._work = out_RD, sent_RD, work
+
+    def wait(self) -> torch.Tensor:
+        """The rows that have arrived."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._out_RD
 
 
 class SoloExchange:
@@ -49,6 +66,12 @@ class SoloExchange:
     ) -> torch.Tensor:
         """The rows as they are."""
         return rows_RD
+
+    def start_rows(
+        self, rows_RD: torch.Tensor, input_splits: Sequence[int], output_splits: Sequence[int]
+    ) -> Transfer:
+        """The rows as they are, at once."""
+        return Transfer(rows_RD, rows_RD)
 
 
 class DistExchange:
@@ -69,11 +92,22 @@ class DistExchange:
         self, rows_RD: torch.Tensor, input_splits: Sequence[int], output_splits: Sequence[int]
     ) -> torch.Tensor:
         """All-to-all-v of rows, without gradient (see `all_to_all_v`)."""
+        return self.start_rows(rows_RD, input_splits, output_splits, async_op=False).wait()
+
+    def start_rows(
+        self,
+        rows_RD: torch.Tensor,
+        input_splits: Sequence[int],
+        output_splits: Sequence[int],
+        async_op: bool = True,
+    ) -> Transfer:
+        """Start an all-to-all-v of rows, without gradient."""
+        rows_RD = rows_RD.contiguous()
         out = rows_RD.new_empty((sum(output_splits), *rows_RD.shape[1:]))
-        dist.all_to_all_single(
-            out, rows_RD.contiguous(), list(output_splits), list(input_splits), group=self.group
+        work = dist.all_to_all_single(
+            out, rows_RD, list(output_splits), list(input_splits), group=self.group, async_op=async_op
         )
-        return out
+        return Transfer(out, rows_RD, work)
 
 
 class LoopbackWorld:
@@ -128,6 +162,12 @@ class LoopbackExchange:
             raise ValueError(f"rank {self.rank} expected rows {list(output_splits)} by source, got {sizes}")
         return torch.cat(received)
 
+    def start_rows(
+        self, rows_RD: torch.Tensor, input_splits: Sequence[int], output_splits: Sequence[int]
+    ) -> Transfer:
+        """All-to-all-v of rows, done at once: threads share one memory."""
+        return Transfer(self.send_rows(rows_RD, input_splits, output_splits), rows_RD)
+
 
 class _AllToAllV(torch.autograd.Function):
     @staticmethod
@@ -157,13 +197,82 @@ def all_to_all_v(
     a
     backend may abort the whole process on that.
     """
+    _check_splits(rows_RD, exchange, input_splits, output_splits)
+    if exchange.size == 1:
+        return rows_RD
+    anchor = torch.zeros((), device=rows_RD.device, requires_grad=torch.is_grad_enabled())
+    return _AllToAllV.apply(rows_RD, anchor, exchange, tuple(input_splits), tuple(output_splits))
+
+
+def _check_splits(
+    rows_RD: torch.Tensor, exchange: Exchange, input_splits: Sequence[int], output_splits: Sequence[int]
+) -> None:
     if len(input_splits) != exchange.size or len(output_splits) != exchange.size:
         raise ValueError(
             f"{len(input_splits)} input and {len(output_splits)} output splits for {exchange.size} ranks"
         )
     if sum(input_splits) != rows_RD.shape[0]:
         raise ValueError(f"input_splits {list(input_splits)} do not sum to the {rows_RD.shape[0]} rows given")
-    if exchange.size == 1:
-        return rows_RD
+
+
+# ---- the same, in flight --------------------------------------------------------------------------------
+
+
+class InFlight:
+    """An all-to-all-v between its start and its wait, which are two autograd nodes.
+
+    What is computed between them runs while the rows travel. The backward replays in reverse: the wait's node
+    starts the gradients' way back, what was computed between runs its backward, the start's node waits.
+    """
+
+    def __init__(self, exchange: Exchange, splits: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+        self.exchange, self.splits = exchange, splits
+        self.rows: Transfer | None = None
+        self.gradients: Transfer | None = None
+        self.token: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        """The rows that have arrived, [sum(output_splits), D]."""
+        return _Wait.apply(self.token, self)
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_RD, anchor, in_flight):
+        ctx.in_flight = in_flight
+        ctx.save_for_backward(rows_RD.new_empty(0))
+        in_flight.rows = in_flight.exchange.start_rows(rows_RD, *in_flight.splits)
+        return rows_RD.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any):
+        _ = ctx.saved_tensors
+        assert ctx.in_flight.gradients is not None, "the wait's node has started the way back"
+        return ctx.in_flight.gradients.wait(), None, None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token, in_flight):
+        ctx.in_flight = in_flight
+        ctx.save_for_backward(token.new_empty(0))
+        return in_flight.rows.wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any):
+        (empty,) = ctx.saved_tensors
+        in_flight = ctx.in_flight
+        input_splits, output_splits = in_flight.splits
+        in_flight.gradients = in_flight.exchange.start_rows(grad_outputs[0], output_splits, input_splits)
+        return empty, None
+
+
+def start_all_to_all_v(
+    rows_RD: torch.Tensor, exchange: Exchange, input_splits: Sequence[int], output_splits: Sequence[int]
+) -> InFlight:
+    """Start an all-to-all-v of rows; see `all_to_all_v`."""
+    _check_splits(rows_RD, exchange, input_splits, output_splits)
+    in_flight = InFlight(exchange, (tuple(input_splits), tuple(output_splits)))
     anchor = torch.zeros((), device=rows_RD.device, requires_grad=torch.is_grad_enabled())
-    return _AllToAllV.apply(rows_RD, anchor, exchange, tuple(input_splits), tuple(output_splits))
+    in_flight.token = _Start.apply(rows_RD, anchor, in_flight)
+    return in_flight

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-ACTIVATIONS = ("swiglu", "gelu")
+from moe.config import ACTIVATIONS
+
 METHODS = ("auto", "loop", "grouped_mm", "bmm")
 
 
@@ -30,15 +31,15 @@ class _LoopFeedForward(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows_RD, w1, w2, w3, weight_R, ends):
+    def forward(ctx: Any, rows_RD, w1, w2, w3: Any, weight_R, ends):
         gate_RF = rows_RD.new_empty((rows_RD.shape[0], w1.shape[1]))
-        up_RF = None if w3 is None else torch.empty_like(gate_RF)
+        up_RF: Any = None if w3 is None else torch.empty_like(gate_RF)
         out_RD = rows_RD.new_empty((rows_RD.shape[0], w2.shape[1]))
         for e, (start, end) in enumerate(_spans(ends)):
             if start == end:
                 continue
             torch.mm(rows_RD[start:end], w1[e].t(), out=gate_RF[start:end])
-            if up_RF is not None:
+            if w3 is not None:
                 torch.mm(rows_RD[start:end], w3[e].t(), out=up_RF[start:end])
             hidden = _activate(gate_RF[start:end], None if up_RF is None else up_RF[start:end])
             if weight_R is not None:
@@ -52,7 +53,9 @@ class _LoopFeedForward(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any):
         grad_RD = grad_outputs[0].contiguous()
         rows_RD, w1, w2, w3, weight_R, gate_RF, up_RF = ctx.saved_tensors
-        grads = [None if t is None else torch.empty_like(t) for t in (rows_RD, w1, w2, w3, weight_R)]
+        grads: list[Any] = [
+            None if t is None else torch.empty_like(t) for t in (rows_RD, w1, w2, w3, weight_R)
+        ]
         grad_rows, grad_w1, grad_w2, grad_w3, grad_weight = grads
         for e, (start, end) in enumerate(_spans(ctx.ends)):
             if start == end:
@@ -137,7 +140,7 @@ def feed_forward(
     """
     if method not in METHODS:
         raise ValueError(f"method={method!r} is unknown; use one of {', '.join(METHODS)}")
-    if int(rows_per_slot.sum()) != rows_RD.shape[0] or int(rows_per_slot.min()) < 0:
+    if int(rows_per_slot.sum()) != rows_RD.shape[0] or bool((rows_per_slot < 0).any()):
         raise ValueError(
             f"rows_per_slot {rows_per_slot.tolist()} must be 0 or more each and sum to the "
             f"{rows_RD.shape[0]} rows given"

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from moe.config import MoEConfig
-from moe.dispatch import combine, dispatch
+from moe.dispatch import combine, dispatch, dispatch_weights
 from moe.exchange import DistExchange, SoloExchange
 from moe.experts import Experts, SwiGLU
 from moe.groups import Groups
 from moe.meter import LoadMeter
-from moe.placement import Split, even_split, home_slots
+from moe.placement import Split, check_homes, even_split, home_slots
+from moe.recompute import Route, current_memory
 from moe.timing import no_timer
 from moe.topology import Topology
 from routing import Router, Routing, losses
@@ -39,6 +40,9 @@ class MoELayer(nn.Module):
 
     config:   shapes and router settings;  topology: the rank grid;
     groups:   this rank's process groups; None where the EP group is one rank, or the whole job;
+    slot_to_expert_S: [S] int64, which slot is the home of which expert; slots contiguous by rank, as many on
+    every
+              rank, -1 = empty; None puts them in the order of the experts;
     split:    (counts_PE, slot_to_expert_S) -> rows_PS, the share of every slot in this batch;
     meter:    LoadMeter that the layer reports to;  timer: phase -> context manager.
 
@@ -58,6 +62,7 @@ class MoELayer(nn.Module):
         topology: Topology,
         *,
         groups: Groups | None = None,
+        slot_to_expert_S: np.ndarray | None = None,
         split: Split = even_split,
         meter: LoadMeter | None = None,
         timer: Callable[[str], AbstractContextManager[None]] = no_timer,
@@ -67,10 +72,16 @@ class MoELayer(nn.Module):
         self.config, self.topology = config, topology
         self.groups = groups if groups is not None else _default_groups(topology)
         self.split, self.meter, self.timer = split, meter, timer
-        self.slot_to_expert_S = home_slots(router.num_experts, topology.ep_size)
+        if slot_to_expert_S is None:
+            slot_to_expert_S = home_slots(router.num_experts, topology.ep_size)
+        self.slot_to_expert_S = check_homes(slot_to_expert_S, router.num_experts, topology.ep_size)
+        local_slots = self.slot_to_expert_S.reshape(topology.ep_size, -1)[topology.ep_rank]
+        self.home_experts = local_slots[local_slots >= 0]
+        self._home_slots = torch.from_numpy(np.flatnonzero(local_slots >= 0))
         self.router = Router(router)
-        num_local = topology.home_experts(router.num_experts).shape[0]
-        self.experts = Experts(num_local, router.d_model, config.expert_hidden)
+        self.experts = Experts(
+            self.home_experts.shape[0], router.d_model, config.expert_hidden, config.activation
+        )
         self.shared_expert = SwiGLU(router.d_model, config.shared_hidden) if config.shared_hidden else None
         # int64 buffers: no cast of the model touches them. The last step's counts make up scope "previous".
         zeros_E = torch.zeros(router.num_experts, dtype=torch.int64)
@@ -84,7 +95,7 @@ class MoELayer(nn.Module):
         """Route, dispatch, compute, combine.
 
         x: [..., D], T = product of the leading sizes; [B, S, D] where the balance loss is per sequence;
-        token_mask_T: [T] bool, False = padding, which is sent nowhere and counted nowhere.
+        token_mask_T: [T] bool, False = padding, which is sent nowhere, counted nowhere, and gives zeros.
         Returns y [..., D] like x, and the weighted auxiliary loss: a scalar *sum* over this rank's valid
         tokens
         (divide by the valid tokens of the global batch, as the model's own loss).
@@ -93,25 +104,44 @@ class MoELayer(nn.Module):
         x_TD = x.reshape(-1, x.shape[-1])
         if token_mask_T is not None:  # padding may hold NaN, which 0 * NaN would carry into gradients
             x_TD = torch.where(token_mask_T[:, None], x_TD, 0.0)
+        memory = current_memory()
+        route = memory.replay() if memory is not None and memory.replaying else None
         with self.timer("route"):
-            routing = self.router.route(x_TD, token_mask_T)
+            routing = self.router.route(x_TD, token_mask_T, None if route is None else route.expert_TK)
         with self.timer("counts"):
-            counts_PE, global_counts_E = self.gather_counts(routing)
+            if route is not None:
+                counts_PE, global_counts_E = route.counts_PE, route.counts_E
+            else:
+                counts_PE, global_counts_E = self.gather_counts(routing)
             rows_PS = self.split(counts_PE, self.slot_to_expert_S)
             check_split(rows_PS, counts_PE, self.slot_to_expert_S)
+        if memory is not None and route is None:
+            expert_TK = routing.expert_N.view(routing.num_tokens, self.config.router.top_k)
+            memory.routes.append(Route(expert_TK=expert_TK, counts_PE=counts_PE, counts_E=global_counts_E))
+        shared: list[torch.Tensor] = []
         with self.timer("dispatch"):
-            rows_RD, handle = dispatch(x_TD, routing, rows_PS, self.slot_to_expert_S, self.groups.ep)
+            rows_RD, handle = dispatch(
+                x_TD, routing, rows_PS, self.slot_to_expert_S, self.groups.ep, self._meanwhile(x_TD, shared)
+            )
+        before = self.config.weight_position == "before"
         with self.timer("experts"):
-            rows_RD = self.experts(rows_RD, handle.rows_per_local_slot)
+            weight_R = dispatch_weights(handle) if before else None
+            rows_per_home = handle.rows_per_local_slot[self._home_slots]
+            rows_RD = self.experts(rows_RD, rows_per_home, weight_R)
         with self.timer("combine"):
-            y_TD = combine(rows_RD, handle)
-        if self.shared_expert is not None:
-            y_TD = y_TD + self.shared_expert(x_TD)
+            y_TD = combine(rows_RD, handle, weighted=not before)
+        if shared:
+            y_TD = y_TD + shared[0]
         num_sequences = x.shape[0] if x.ndim == 3 else 1
         aux_loss = self.auxiliary_loss(
             routing, global_counts_E, rows=rows_RD.shape[0], num_sequences=num_sequences
         )
         return y_TD.view_as(x), aux_loss
+
+    def _meanwhile(self, x_TD: torch.Tensor, shared: list[torch.Tensor]) -> Callable[[], None] | None:
+        """The shared expert, computed while the rows are in flight; None where there is none."""
+        expert = self.shared_expert
+        return None if expert is None else lambda: shared.append(expert(x_TD))
 
     def gather_counts(self, routing: Routing) -> tuple[np.ndarray, torch.Tensor]:
         """The counts of every rank of the EP group, [P, E] int64 on the host, and their sum [E] on the

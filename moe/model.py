@@ -154,6 +154,7 @@ class Transformer(nn.Module):
         So a model is the same for every number of ranks, and experts of different ranks differ.
         """
         depth = (2 * self.config.num_layers) ** -0.5
+        homes = {layer.experts: layer.home_experts for layer in self.modules() if isinstance(layer, MoELayer)}
         for module_name, module in self.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
                 full_name = f"{module_name}.{name}"
@@ -162,13 +163,10 @@ class Transformer(nn.Module):
                 if parameter.ndim == 1:
                     parameter.fill_(1.0)  # norms
                 elif isinstance(module, Experts):
-                    for local, expert in enumerate(self._home_experts()):
+                    for local, expert in enumerate(homes[module]):
                         _fill_normal(parameter[local], scale, seed, f"{full_name}.{expert}")
                 else:
                     _fill_normal(parameter, scale, seed, full_name)
-
-    def _home_experts(self) -> list[int]:
-        return self.topology.home_experts(self.config.moe.router.num_experts).tolist()
 
 
 def _fill_normal(weight: torch.Tensor, scale: float, seed: int, name: str) -> None:

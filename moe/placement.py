@@ -16,6 +16,31 @@ def home_slots(num_experts: int, ep_size: int) -> np.ndarray:
     return np.arange(num_experts, dtype=np.int64)
 
 
+def check_homes(slot_to_expert_S: np.ndarray, num_experts: int, ep_size: int) -> np.ndarray:
+    """The placement as int64, after checking that it has one slot for every expert and as many for every
+    rank.
+
+    slot_to_expert_S: [S], slots contiguous by rank, -1 = empty.   Raises ValueError, naming slot and expert.
+    """
+    slots = np.asarray(slot_to_expert_S, dtype=np.int64)
+    if slots.ndim != 1 or slots.shape[0] % ep_size:
+        raise ValueError(
+            f"slot_to_expert has shape {slots.shape}; expected [S] with S a multiple of ep_size={ep_size}"
+        )
+    wrong = np.flatnonzero((slots < -1) | (slots >= num_experts))
+    if wrong.size:
+        raise ValueError(
+            f"slot {wrong[0]} has expert {slots[wrong[0]]}, out of 0..{num_experts - 1} (-1 = an empty slot)"
+        )
+    copies_E = np.bincount(slots[slots >= 0], minlength=num_experts)
+    if (copies_E != 1).any():
+        expert = int(np.flatnonzero(copies_E != 1)[0])
+        raise ValueError(
+            f"expert {expert} stands in {copies_E[expert]} slots; every expert has one, its home"
+        )
+    return slots
+
+
 def even_split(counts_PE: np.ndarray, slot_to_expert_S: np.ndarray) -> np.ndarray:
     """Share the rows of every source rank evenly among the slots of their expert; earlier slots get the rest.
 

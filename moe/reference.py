@@ -50,7 +50,9 @@ class DenseMoE(nn.Module):
         return sorted(range(len(biased)), key=lambda e: (-biased[e], e))[: self.config.router.top_k]
 
     def expert(self, e: int, x_D: torch.Tensor) -> torch.Tensor:
-        """SwiGLU of one expert for one token, [D] -> [D]."""
+        """Feed-forward of one expert for one token, [D] -> [D]."""
+        if self.config.activation == "gelu":
+            return self.w2[e] @ torch.nn.functional.gelu(self.w1[e] @ x_D)
         return _swiglu(x_D, self.w1[e], self.w2[e], self.w3[e])
 
     def forward(
@@ -71,8 +73,9 @@ class DenseMoE(nn.Module):
         counts_E = torch.zeros(router.num_experts, dtype=torch.int64)
         outputs, probs, z_sum = [], [], x_TD.sum() * 0
         for x_D, valid in zip(x_TD, mask.tolist()):
-            y_D = _swiglu(x_D, self.shared_w1, self.shared_w2, self.shared_w3)
+            y_D = x_D * 0  # padding in, zeros out
             if valid:
+                y_D = _swiglu(x_D, self.shared_w1, self.shared_w2, self.shared_w3)
                 logits_E = self.gate @ x_D
                 scores_E = logits_E.softmax(0) if router.score == "softmax" else logits_E.sigmoid()
                 chosen = self.choose(scores_E.detach())

@@ -23,6 +23,7 @@ import os
 from typing import Any
 
 import deepspeed
+import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.checkpoint import constants as ds_names
@@ -74,7 +75,16 @@ class ZeroMoELayer(MoELayer, AutoEPMoELayer):  # type: ignore[misc]
     """A MoELayer that a DeepSpeed engine recognises, at every ZeRO stage. Takes what MoELayer takes."""
 
     def __init__(self, config: MoEConfig, topology: Topology, **kwargs: Any) -> None:
+        if config.activation != "swiglu":
+            raise ValueError(
+                f"moe.activation={config.activation!r} does not work under DeepSpeed: its checkpoints "
+                'want three matrices an expert; use "swiglu", or a loop without engine'
+            )
         MoELayer.__init__(self, config, topology, **kwargs)
+        if (self.slot_to_expert_S != np.arange(config.router.num_experts)).any():
+            raise ValueError(
+                "under a DeepSpeed engine homes stand in expert order; leave slot_to_expert_S out"
+            )
         self.ep_size, self.ep_rank = topology.ep_size, topology.ep_rank
         self.num_experts = config.router.num_experts
         self.num_local_experts = self.num_experts // topology.ep_size

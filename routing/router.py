@@ -32,13 +32,17 @@ class Router(nn.Module):
         """Route a batch; see `route`."""
         return self.route(x_TD, token_mask_T)
 
-    def route(self, x_TD: torch.Tensor, token_mask_T: torch.Tensor | None = None) -> Routing:
-        """Route a batch, as a plain method: engines that hook a module's forward (ZeRO-3) cannot read a
-        record.
+    def route(
+        self,
+        x_TD: torch.Tensor,
+        token_mask_T: torch.Tensor | None = None,
+        expert_TK: torch.Tensor | None = None,
+    ) -> Routing:
+        """Route a batch. A plain method: engines that hook a module's forward (ZeRO-3) cannot read a record.
 
         x_TD: [T, D] rows of the tokens, any float type;  token_mask_T: [T] bool, False = padding, which gets
-        no
-        expert and counts nowhere.   Raises ValueError for other shapes.
+        no expert and counts nowhere;  expert_TK: [T, K] int64, a selection made before, to be kept; None
+        selects.   Raises ValueError for other shapes.
         """
         config = self.config
         self._check(x_TD, token_mask_T)
@@ -46,7 +50,10 @@ class Router(nn.Module):
             x_TD = torch.where(token_mask_T[:, None], x_TD, 0.0)
         logits_TE = self.gate(x_TD)
         scores_TE = scores(logits_TE, config.score)
-        expert_TK = top_k(scores_TE, self.bias.bias_E, config.top_k)
+        if expert_TK is None:
+            expert_TK = top_k(scores_TE, self.bias.bias_E, config.top_k)
+        else:
+            expert_TK = expert_TK.clamp(min=0)  # -1 of padding, which the mask below sets again
         weight_TK = selected_weights(
             logits_TE, scores_TE, expert_TK, score=config.score, normalize=config.normalize
         )

@@ -1,0 +1,15 @@
+"""Bench: `counterpoise bench NAME`, one module a benchmark."""
+
+from collections.abc import Callable, Sequence
+
+from experiments import bench_layer
+
+BENCHES: dict[str, Callable[[Sequence[str]], int]] = {"layer": bench_layer.main}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark that the first argument names.   Raises ValueError for another name."""
+    if not argv or argv[0] not in BENCHES:
+        given = argv[0] if argv else "nothing"
+        raise ValueError(f"bench: {given!r} is no benchmark; use one of {', '.join(BENCHES)}")
+    return BENCHES[argv[0]](argv[1:])
