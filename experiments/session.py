@@ -30,7 +30,6 @@ from moe.model import Transformer
 from moe.permute import warm
 from moe.timing import PhaseTimer
 
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
