@@ -195,8 +195,7 @@ def training_layout() -> dict[str, dict[str, list[str]]]:
 
 def _wait_for_later_name(folder: Path) -> None:
     """Wait until a new event file sorts after those there: TensorBoard reads files in the order of their
-    names,
-    which carry the time in whole seconds."""
+    names, which carry the time in whole seconds."""
     newest = max((name.group(1) for name in map(_EVENTS.search, os.listdir(folder)) if name), default="0")
     while int(time.time()) <= int(newest):
         time.sleep(0.02)

@@ -3,14 +3,12 @@
     counterpoise bench layer --json OUT
 
 Contenders: this layer; DeepSpeed's native MoE (dropless); DeepSpeed AutoEP's layer, made from a small Mixtral
-of
-transformers. Floor: the same rows, already sorted, through the same local experts by the fastest of the ways
-to
-compute them, forward and backward, plus raw all-to-alls of the same bytes: no routing, no permutation.
+of transformers. Floor: the same rows, already sorted, through the same local experts by the fastest of the
+ways to compute them, forward and backward, plus raw all-to-alls of the same bytes: no routing, no
+permutation.
 
 All run in one job, in turn, so that a slow moment of the machine hits everybody; a round's time is that of
-its
-slowest rank, the figure is the median over rounds, a ratio the median of the rounds' ratios.
+its slowest rank, the figure is the median over rounds, a ratio the median of the rounds' ratios.
 """
 
 import argparse
@@ -169,8 +167,8 @@ def make_inputs(case: Case, rank: int) -> Inputs:
     """Rows whose routing is balanced by construction, under a gate with orthonormal rows.
 
     A token's row is noise outside the gate's span plus the gate's rows of its K experts, so that each
-    contender's
-    own gate selects just these. Experts take turns, so every expert gets the same number of copies.
+    contender's own gate selects just these. Experts take turns, so every expert gets the same number of
+    copies.
     """
     generator = torch.Generator().manual_seed(rank)
     shared = torch.Generator().manual_seed(99)

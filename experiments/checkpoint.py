@@ -7,8 +7,7 @@
       manifest.json       step, ranks, size and sha256 of every file above
 
 DeepSpeed loads its files with pickle. So only a checkpoint of the run's own folder is loaded, and only after
-every
-hash in its manifest was verified.
+every hash in its manifest was verified.
 """
 
 import hashlib

@@ -1,8 +1,7 @@
 """DeepSpeed's JSON: passed through untouched; only what it leaves out is filled from the TOML.
 
 It stands beside config.py at the start of the flow. What both give must agree: a difference is an error that
-names
-the two places.
+names the two places.
 """
 
 import copy

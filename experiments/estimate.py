@@ -34,10 +34,8 @@ def estimate_memory(config: Config, topology: Topology, zero_stage: int) -> Memo
     """Weights, gradients, AdamW state by ZeRO stage, and the activations of one micro-batch.
 
     Source: Rajbhandari et al., ZeRO, section 3: (2 + 2 + 12) bytes a parameter in 16 bit, (4 + 4 + 12) here
-    in
-    float32, where DeepSpeed keeps a flat master copy too; sharded over the data-parallel ranks of the
-    parameter,
-    which for experts are the expert-data-parallel ones.
+    in float32, where DeepSpeed keeps a flat master copy too; sharded over the data-parallel ranks of the
+    parameter, which for experts are the expert-data-parallel ones.
     """
     model = config.model
     element = 2 if model.dtype == "bfloat16" else 4

@@ -35,8 +35,7 @@ def bits_per_token(
     """Mean negative log2 likelihood of every domain's windows (bits per byte where tokens are bytes).
 
     Collective: the ranks share the windows, and a rank that has none left goes on with empty batches, since
-    the
-    layers' exchanges need everybody.   windows: domain -> [n, S + 1] int64.
+    the layers' exchanges need everybody.   windows: domain -> [n, S + 1] int64.
     """
     engine.eval()
     sums_D2 = torch.zeros(len(windows), 2, dtype=torch.float64, device=job.device)

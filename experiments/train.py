@@ -178,10 +178,8 @@ def train_step(trainer: "Trainer", step: int, stop: bool) -> StepOutcome:
     """One optimizer step: accumulation micro-batches forward and backward, then the update.
 
     The loss of a rank is its sum over tokens, divided by the tokens of the whole global batch and multiplied
-    by
-    what the engine divides by (ranks, micro-batches): so the gradient is that of the mean over the global
-    batch,
-    however it is divided.
+    by what the engine divides by (ranks, micro-batches): so the gradient is that of the mean over the global
+    batch, however it is divided.
     """
     import torch
 

@@ -52,10 +52,9 @@ def dispatch(
     x_TD: [T, D] this rank's rows;  routing: their experts;  rows_PS: [P, S] int64 on the host, the rows that
     every source rank sends to every slot (the same array on all ranks);  slot_to_expert_S: [S] int64, slots
     contiguous by rank, -1 = empty;  meanwhile: work to do while the rows are in flight (its backward runs
-    while
-    their gradients are).
-    Returns rows_RD [R, D], in the order (local slot, source rank, token), and the handle for combine.
-    Raises ValueError where rows_PS does not fit the ranks, the slots or this rank's counts.
+    while their gradients are). Returns rows_RD [R, D], in the order (local slot, source rank, token), and the
+    handle for combine. Raises ValueError where rows_PS does not fit the ranks, the slots or this rank's
+    counts.
     """
     num_ranks, num_slots = rows_PS.shape
     if num_ranks != exchange.size or num_slots % num_ranks or num_slots != slot_to_expert_S.shape[0]:

@@ -9,8 +9,7 @@ Rows leave in blocks by destination rank and arrive in blocks by source rank:
     rank 1: (to 0)(to 1)           =>   rank 1: (from 0 ......)(from 1)
 
 Every rank takes part in every call, with zero rows too, forward and backward. So the op hangs on an anchor
-that
-requires a gradient: its backward runs on a rank whose own input needs none.
+that requires a gradient: its backward runs on a rank whose own input needs none.
 """
 
 import threading
@@ -194,8 +193,7 @@ def all_to_all_v(
 
     rows_RD: [R, D], block p of input_splits[p] rows goes to rank p;  output_splits[p]: rows that come from p.
     Returns [sum(output_splits), D].   Raises ValueError before the call where the splits do not fit the rows:
-    a
-    backend may abort the whole process on that.
+    a backend may abort the whole process on that.
     """
     _check_splits(rows_RD, exchange, input_splits, output_splits)
     if exchange.size == 1:

@@ -26,8 +26,7 @@ class _LoopFeedForward(torch.autograd.Function):
     """Slot after slot, so that what lies between the products stays in the cache.
 
     weight_R multiplies a row before the second matrix (None: not at all). The activations are computed again
-    in
-    the backward from what the first products gave: cheaper than the memory they would take.
+    in the backward from what the first products gave: cheaper than the memory they would take.
     """
 
     @staticmethod
@@ -111,11 +110,10 @@ def choose_method(rows_RD: torch.Tensor, w1: torch.Tensor) -> str:
     """The fastest legal way: first what the types and sizes allow, then what was measured to be fast.
 
     Measured with `counterpoise bench layer` (D 256, F 512, 64 to 2048 rows a slot). On CPU the loop won or
-    tied
-    at every size in float32 and bfloat16: what lies between the products stays in the cache. On CUDA the loop
-    would launch 3 kernels a slot and product, so one grouped kernel is taken where it is legal (not in
-    float32,
-    where it is none of the fast kernels). The rule looks at sizes alone, so a resumed run chooses alike.
+    tied at every size in float32 and bfloat16: what lies between the products stays in the cache. On CUDA the
+    loop would launch 3 kernels a slot and product, so one grouped kernel is taken where it is legal (not in
+    float32, where it is none of the fast kernels). The rule looks at sizes alone, so a resumed run chooses
+    alike.
     """
     grouped = rows_RD.is_cuda and rows_RD.element_size() == 2 and grouped_mm_is_legal(rows_RD, w1)
     return "grouped_mm" if grouped and rows_RD.shape[0] else "loop"

@@ -20,8 +20,7 @@ def make_groups(topology: Topology) -> Groups:
     """Create all groups of the grid and return this rank's.
 
     Collective: every rank of the job calls it, after torch.distributed was initialised (a world of one needs
-    no
-    initialisation).   Raises ValueError where the job's size is not the topology's.
+    no initialisation).   Raises ValueError where the job's size is not the topology's.
     """
     if topology.world_size == 1:
         return Groups(ep=SoloExchange(), edp=SoloExchange())

@@ -97,9 +97,8 @@ class MoELayer(nn.Module):
         x: [..., D], T = product of the leading sizes; [B, S, D] where the balance loss is per sequence;
         token_mask_T: [T] bool, False = padding, which is sent nowhere, counted nowhere, and gives zeros.
         Returns y [..., D] like x, and the weighted auxiliary loss: a scalar *sum* over this rank's valid
-        tokens
-        (divide by the valid tokens of the global batch, as the model's own loss).
-        Raises NonFiniteRouterError on every rank where any rank's logits are not finite.
+        tokens (divide by the valid tokens of the global batch, as the model's own loss). Raises
+        NonFiniteRouterError on every rank where any rank's logits are not finite.
         """
         x_TD = x.reshape(-1, x.shape[-1])
         if token_mask_T is not None:  # padding may hold NaN, which 0 * NaN would carry into gradients

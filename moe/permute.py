@@ -2,8 +2,7 @@
 package.
 
 On CPU the passes over rows are numba kernels, elsewhere (and for types that they lack) torch operations:
-twins, and a
-test holds them equal.
+twins, and a test holds them equal.
 
 A *block* is a run of rows that stay together. Two layouts of the rows that a rank receives (2 local slots):
 
@@ -101,8 +100,7 @@ def expand_tokens(
     """One row for every copy that is sent; the backward sums a token's copies in float32 or better.
 
     x_TD: [T, D];  token_of_row: [R] int64;  row_of_copy: [N] int64, where copy n stands among the rows, R =
-    not
-    sent;  top_k: K where routing is regular.   Returns [R, D].
+    not sent;  top_k: K where routing is regular.   Returns [R, D].
     """
     return _ExpandTokens.apply(x_TD, token_of_row, row_of_copy, top_k)
 
@@ -140,10 +138,9 @@ def order_copies(
     """The copies to send, in the order (slot, token), and where each copy stands in it.
 
     expert_N: [N] int64, -1 = not routed;  rows_S: [S] int64, this rank's rows for every slot: over the slots
-    of an
-    expert they sum to its copies, which fill them one after the other in token order;  slot_to_expert_S: [S].
-    Returns copy_of_row [R] int64 and row_of_copy [N] int64, R for a copy that is not sent.
-    Raises ValueError for rows that go to an empty slot.
+    of an expert they sum to its copies, which fill them one after the other in token order;
+    slot_to_expert_S: [S]. Returns copy_of_row [R] int64 and row_of_copy [N] int64, R for a copy that is not
+    sent. Raises ValueError for rows that go to an empty slot.
     """
     if rows_S[slot_to_expert_S < 0].any():
         raise ValueError("rows_PS sends rows to an empty slot (slot_to_expert is -1 there)")

@@ -2,8 +2,7 @@
 each.
 
 Row number R = rows.shape[0] stands for a copy that was not sent. bfloat16 comes as uint16, the upper half of
-a
-float32; sums are float32 and rounded once, to nearest even.
+a float32; sums are float32 and rounded once, to nearest even.
 """
 
 # numba reads these as types are met; annotations would say nothing that it checks

@@ -3,10 +3,9 @@
     y, aux = checkpoint(block, x, token_mask)
 
 The second forward of a checkpoint must not route again: logits that differ in the last bit may select other
-experts,
-then splits no longer pair up between ranks, and the job hangs. So the layers inside leave their routes and
-counts with
-the first forward, and the second takes them from there: it asks nobody for counts, and counts nothing.
+experts, then splits no longer pair up between ranks, and the job hangs. So the layers inside leave their
+routes and counts with the first forward, and the second takes them from there: it asks nobody for counts, and
+counts nothing.
 """
 
 from collections.abc import Callable

@@ -2,8 +2,7 @@
 test.
 
 It shares nothing with the fast layer but the router's settings: its own selection, weights and losses, in
-plain
-loops that can be read against the papers.
+plain loops that can be read against the papers.
 """
 
 import torch

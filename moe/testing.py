@@ -41,11 +41,9 @@ def run_ranks(
     """Call fn(rank, world, *args) on `world` ranks of gloo and return the results in rank order.
 
     fn: a function of a module or test file (found again by file and name);  args, results: picklable, tensors
-    by
-    value as numpy or lists;  env: variables of the ranks.
-    Ranks start by forkserver with torch preloaded and have one thread each. The default process group is up
-    when
-    fn runs. Raises RankFailedError where a rank raises, dies or is not done after timeout_s seconds.
+    by value as numpy or lists;  env: variables of the ranks. Ranks start by forkserver with torch preloaded
+    and have one thread each. The default process group is up when fn runs. Raises RankFailedError where a
+    rank raises, dies or is not done after timeout_s seconds.
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])

@@ -1,17 +1,14 @@
 """Zero: what DeepSpeed expects of a layer with experts. The only file of this package that imports deepspeed.
 
 DeepSpeed (0.19.8) learns that a layer has experts by `isinstance` alone. Of the two classes that it knows,
-`MoE`
-refuses ZeRO-3, so `ZeroMoELayer` derives from `AutoEPMoELayer`: attributes and parameter marks only, no code
-of
-its forward. What that contract says, as read in its source and checked by the tests:
+`MoE` refuses ZeRO-3, so `ZeroMoELayer` derives from `AutoEPMoELayer`: attributes and parameter marks only, no
+code of its forward. What that contract says, as read in its source and checked by the tests:
 
 - `ep_size`, `num_experts`, `num_local_experts`, `ep_group_name` and the inherited `set_deepspeed_parallelism`
   make the process groups; homes stand in expert order;
 - an expert parameter carries `allreduce=False`, `group_name`, and for ZeRO-3 `ds_zero_placement_family` and
   `ds_zero_partition_group_name`: it is reduced and partitioned over its expert-data-parallel group and
-  divided by
-  the full data-parallel size;
+  divided by the full data-parallel size;
 - checkpoints want the parameters `experts.w1`, `w2`, `w3`, each with DS_AUTOEP_UC_META, and `ep_rank` and
   `expert_placement_descriptor` on the layer;
 - optimizer groups must be split into dense and expert ones, each with a name.
@@ -133,8 +130,7 @@ def make_engine(model: nn.Module, settings: dict[str, Any], weight_decay: float 
     """A DeepSpeed engine around a model of ZeroMoELayers.
 
     settings: DeepSpeed's JSON as a dict.   Raises ValueError where a trainable parameter got into no
-    optimizer
-    group, which would leave it frozen without a word.
+    optimizer group, which would leave it frozen without a word.
     """
     groups = parameter_groups(model, weight_decay)
     grouped = sum(len(group["params"]) for group in groups)

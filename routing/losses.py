@@ -27,8 +27,7 @@ def router_probs(logits_TE: torch.Tensor, score: str) -> torch.Tensor:
     """Scores divided by their sum over the experts: a distribution for every gate.
 
     For sigmoid gates this is DeepSeek-V3's s'. It is taken from the logarithms, and because it is normalised
-    a
-    router cannot lower its loss by making all its scores small.   [T, E] -> [T, E], rows sum to 1.
+    a router cannot lower its loss by making all its scores small.   [T, E] -> [T, E], rows sum to 1.
     """
     return torch.softmax(log_scores(logits_TE, score), dim=-1)
 
@@ -58,8 +57,7 @@ def sequence_balance_loss(
     """Balance loss with f and p of each sequence by itself.   Per token 1 at perfect balance.
 
     Source: DeepSeek-V3, section 2.1.2 (complementary sequence-wise loss), weighted here by the sequence's
-    valid
-    tokens, so that the sum over sequences is a sum over tokens.
+    valid tokens, so that the sum over sequences is a sum over tokens.
 
     probs_TE: [T, E] with T = num_sequences * length, sequence after sequence;  expert_TK: [T, K] int64, -1 =
     not routed.   Returns a scalar.   Raises ValueError where T is no multiple of num_sequences.

@@ -9,8 +9,7 @@ def top_k(scores_TE: torch.Tensor, bias_E: torch.Tensor | None, k: int) -> torch
     """The k experts with the largest score + bias of each token; among equals the lowest id wins.
 
     torch.topk leaves the order of equal values open, and it differs between devices, so the maximum is taken
-    k
-    times (torch.max returns the first of equal maxima; no slower than topk for k <= 8 on CPU).
+    k times (torch.max returns the first of equal maxima; no slower than topk for k <= 8 on CPU).
 
     scores_TE: [T, E], finite;  bias_E: [E] float32, added for the selection only; None = no bias.
     Returns expert_TK: [T, k] int64, best first, no expert twice.   Raises ValueError for k out of 1..E.
@@ -34,8 +33,7 @@ def selected_weights(
     """The weights of the selected experts, from the scores without bias.
 
     Normalised weights are s / sum(s) = softmax(log s) over the selected, taken from the logarithms: the sum
-    is 1
-    also where every selected score underflows.
+    is 1 also where every selected score underflows.
 
     logits_TE, scores_TE: [T, E];  expert_TK: [T, K] int64.   Returns [T, K], differentiable in the logits.
     """
