@@ -46,6 +46,13 @@ def start_job(ep_size: int) -> Job:
     return Job(topology=topology, groups=make_groups(topology), device=device)
 
 
+def leave_job() -> None:
+    """Take the process groups down in order: threads of theirs that outlive the interpreter abort the
+    process."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def decide_on_main(job: Job, decide: Callable[[], Any]) -> Any:
     """Let rank 0 decide and tell the others; what it raises is raised everywhere.
 

@@ -88,7 +88,7 @@ def _run_rank(args: argparse.Namespace) -> int:
 
     rank = int(os.environ["RANK"])
     try:
-        return train(args)
+        return _train_and_leave(args)
     except ValueError as error:
         if rank == 0:
             print(f"counterpoise: error: {error}", file=sys.stderr)
@@ -96,6 +96,15 @@ def _run_rank(args: argparse.Namespace) -> int:
     except (NonFiniteRouterError, FloatingPointError) as error:
         sys.stderr.write(f"counterpoise: error: {error}\n")  # in one piece: every rank says it
         return EXIT_NOT_FINITE
+
+
+def _train_and_leave(args: argparse.Namespace) -> int:
+    from experiments.job import leave_job
+
+    try:
+        return train(args)
+    finally:
+        leave_job()
 
 
 # ---- the run --------------------------------------------------------------------------------------------
