@@ -197,7 +197,8 @@ def _wait_for_later_name(folder: Path) -> None:
     """Wait until a new event file sorts after those there: TensorBoard reads files in the order of their
     names, which carry the time in whole seconds."""
     newest = max((name.group(1) for name in map(_EVENTS.search, os.listdir(folder)) if name), default="0")
-    while int(time.time()) <= int(newest):
+    patience_s = time.monotonic() + 2.0  # a clock that was set back is no reason to wait for it
+    while int(time.time()) <= int(newest) and time.monotonic() < patience_s:
         time.sleep(0.02)
 
 

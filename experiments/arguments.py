@@ -65,7 +65,12 @@ def train_parser() -> argparse.ArgumentParser:
         const="",
         help="continue RUN (the one named by --name without a value) from its last complete checkpoint",
     )
-    add("--ranks", metavar="N", type=int, default=2, help="ranks to start, if no launcher has (default: 2)")
+    add(
+        "--ranks",
+        metavar="N",
+        type=int,
+        help="ranks to start, if no launcher has (default: one a GPU, else 2; on --resume the run's own)",
+    )
     add("--deepspeed_config", metavar="PATH", help="DeepSpeed's JSON; stands for --set train.deepspeed=PATH")
     add("--local_rank", "--local-rank", metavar="N", type=int, help="appended by the deepspeed launcher")
     add(

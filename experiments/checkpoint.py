@@ -88,8 +88,11 @@ def finish(aside: Path, step: int, world_size: int, keep: int) -> Path:
         shutil.rmtree(final)
     os.rename(aside, final)
     _sync_folder(final.parent)
-    for _, old in _folders(final.parent)[:-keep]:
-        shutil.rmtree(old)
+    # later ones belong to a branch that was given up: this run came back to an older checkpoint
+    kept = [path for found, path in _folders(final.parent) if found <= step][-keep:]
+    for _, old in _folders(final.parent):
+        if old not in kept:
+            shutil.rmtree(old)
     return final
 
 
@@ -128,9 +131,15 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{file} cannot be read ({error})") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != 1:
+    fields = {"format": int, "step": int, "world_size": int, "files": dict}
+    whole = isinstance(manifest, dict) and all(isinstance(manifest.get(k), t) for k, t in fields.items())
+    if not whole or manifest["format"] != 1 or not all(map(_is_description, manifest["files"].values())):
         raise ValueError(f"{file} is no manifest of format 1")
     return manifest
+
+
+def _is_description(entry: Any) -> bool:
+    return isinstance(entry, dict) and {"bytes", "sha256"} <= entry.keys()
 
 
 def _folders(checkpoints: Path) -> list[tuple[int, Path]]:

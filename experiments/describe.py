@@ -35,10 +35,10 @@ def describe(trainer: "Trainer") -> list[str]:
 
 
 def warnings(trainer: "Trainer", stage: int) -> list[str]:
-    if stage == 0 and trainer.config.train.clip > 0 and trainer.config.model.dtype == "float32":
+    if stage == 0 and trainer.config.train.clip > 0:
         return [
-            "warning: at ZeRO 0 in float32 DeepSpeed averages the gradient norms of the ranks: with experts "
-            "that is too small, and clipping sets in late; use zero1.json, or train.clip = 0"
+            "warning: at ZeRO 0 DeepSpeed does not count every expert once in the gradient norm, so clipping "
+            "is off (in float32 it averages the ranks' norms); use zero1.json, or train.clip = 0"
         ]
     return []
 

@@ -1,10 +1,8 @@
 """Job: this process as one rank of the run, and the few things that all ranks must agree on."""
 
 import os
-import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from types import FrameType
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,7 +35,7 @@ class Job:
 
 def start_job(ep_size: int) -> Job:
     """Join the job: gloo on CPU, NCCL on GPUs, one device a rank.   ep_size: ranks that share the experts."""
-    on_gpu = torch.cuda.is_available()
+    on_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
@@ -62,7 +60,7 @@ def decide_on_main(job: Job, decide: Callable[[], Any]) -> Any:
     if job.is_main:
         try:
             outcome = [decide(), None]
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             outcome = [None, str(error)]
     dist.broadcast_object_list(outcome, src=0, device=job.device)
     if outcome[1] is not None:
@@ -79,28 +77,3 @@ def check_same(job: Job, what: str, value: str) -> None:
         raise ValueError(
             f"{what} differs between ranks: rank 0 has {values[0]}, rank {other} has {values[other]}"
         )
-
-
-@dataclass(slots=True)
-class StopSignal:
-    """Set by Ctrl-C or SIGTERM: the run ends after this step. A second signal ends the process at once."""
-
-    received: bool = False
-    _previous: dict[int, Any] = field(default_factory=dict)
-
-    def __enter__(self) -> "StopSignal":
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._restore()
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = True
-        self._restore()
-
-    def _restore(self) -> None:
-        while self._previous:
-            number, handler = self._previous.popitem()
-            signal.signal(number, handler)

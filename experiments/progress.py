@@ -17,7 +17,7 @@ class Progress:
         self._total, self._shown = total, shown
         self._begun, self._start = time.perf_counter(), start
         self._bar: tqdm | None = None
-        if shown and sys.stderr.isatty():
+        if shown and sys.stderr.isatty() and sys.stdout.isatty():
             self._bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True, smoothing=0.1)
 
     def advance(self) -> None:

@@ -62,7 +62,7 @@ class RunDir:
 
 def check_new(runs_dir: str | Path, name: str | None) -> None:
     """Raise ValueError where a run of this name exists: a run is continued, never overwritten."""
-    if name is not None and (Path(runs_dir) / name).exists():
+    if name is not None and name != "" and (Path(runs_dir) / name).exists():
         raise ValueError(
             f"{Path(runs_dir) / name} exists already; continue it with --resume {name}, or choose another "
             "--name"
@@ -118,7 +118,11 @@ def write_settings(
 
 def versions() -> dict[str, Any]:
     """Versions of Python and the packages that matter, and where the run was."""
-    found: dict[str, Any] = {"python": sys.version.split()[0], "platform": platform.platform()}
+    found: dict[str, Any] = {
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "host": platform.node(),
+    }
     for package in PACKAGES:
         try:
             found[package] = version(package)

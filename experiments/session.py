@@ -5,7 +5,10 @@ import argparse
 import contextlib
 import math
 import os
+import shlex
+import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -54,10 +57,11 @@ class Trainer:
     logged_at: float = 0.0
     logged_step: int = 0
 
-    def forward(self, step: int, tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> Any:
-        """The engine's forward; an error of the routers gets the step and what to go back to."""
+    @contextlib.contextmanager
+    def naming(self, step: int) -> Iterator[None]:
+        """Errors of the routers in here get the step, and what to go back to."""
         try:
-            return self.engine(tokens_BS, targets_BS)
+            yield
         except NonFiniteRouterError as error:
             error.args = (f"step {step}: {error}; {self.last_good()}",)
             raise
@@ -108,15 +112,16 @@ def open_run(
             if old.get(key) != facts[key]:
                 raise ValueError(
                     f"{run.path} was trained with {key}={old.get(key)}, and this is {facts[key]}; resume it "
-                    "on the same data with the same number of ranks"
+                    "on the same data with the same number of ranks (--ranks)"
                 )
+        return run
     rundir.write_settings(run, config, settings, facts)
     return run
 
 
 def build(config: Config, job: Job, settings: dict[str, Any], corpus: Corpus, run: RunDir) -> Trainer:
     """Model, meter, timer and engine."""
-    lock = decide_on_main_keep(job, run)
+    lock = lock_on_main(job, run)
     meter = LoadMeter(job.world_size, job.rank)
     timer = PhaseTimer(job.device)
     model = Transformer(
@@ -146,7 +151,7 @@ def build(config: Config, job: Job, settings: dict[str, Any], corpus: Corpus, ru
     )
 
 
-def decide_on_main_keep(job: Job, run: RunDir) -> IO[str] | None:
+def lock_on_main(job: Job, run: RunDir) -> IO[str] | None:
     """Lock the run on rank 0; what goes wrong is raised on every rank."""
     held: list[IO[str]] = []
     decide_on_main(job, lambda: held.append(rundir.lock(run)))
@@ -176,9 +181,20 @@ def restore(trainer: Trainer) -> int:
 
 def open_records(trainer: Trainer, resumed_at: int | None) -> None:
     """Open the records on rank 0, and tell what is about to happen."""
+    if trainer.job.is_main:
+        _open_on_main(trainer, resumed_at)
     trainer.logged_at, trainer.logged_step = time.perf_counter(), resumed_at or 0
-    if not trainer.job.is_main:
-        return
+
+
+def _open_on_main(trainer: Trainer, resumed_at: int | None) -> None:
+    if resumed_at is not None:  # only now: the run is locked, and everything about it has been checked
+        facts = rundir.read_facts(trainer.run)
+        rundir.write_settings(trainer.run, trainer.config, trainer.settings, facts)
+    if resumed_at == 0:  # nothing is left of the run but its settings: its records start anew
+        trainer.run.metrics.unlink(missing_ok=True)
+        for folder in (trainer.run.loads, trainer.run.tensorboard):
+            shutil.rmtree(folder, ignore_errors=True)
+        resumed_at = None
     ep_size = trainer.job.topology.ep_size
     trainer.records = Recorder(trainer.run, trainer.config, trainer.meter.num_layers, ep_size, resumed_at)
     for line in describe(trainer):
@@ -236,7 +252,12 @@ def record_validation(trainer: Trainer, step: int, bits: dict[str, float], progr
         gains = [trainer.bigram[name] - bits[name] for name in bits]
         gain = "" if math.isnan(sum(gains)) else f" ({sum(gains) / len(gains):+.3f} against bigram)"
         progress.say(f"{f'step {step}':>10} {unit(trainer)}: {table(bits)}{gain}")
-    # a validation is no training time
+    restart_clock(trainer, step)
+
+
+def restart_clock(trainer: Trainer, step: int) -> None:
+    """Measure from here: what came before was no training, and its phases are not a step's."""
+    trainer.timer.read()
     trainer.logged_at, trainer.logged_step = time.perf_counter(), step
 
 
@@ -251,16 +272,16 @@ def save(trainer: Trainer, step: int) -> None:
         if weights is not None:
             save_file(weights, aside / checkpoint.WEIGHTS)
     dist.barrier()
-    if job.is_main:
-        assert trainer.records is not None, "rank 0 opens the records before the first step"
-        trainer.records.event(step, "checkpoint", path=checkpoint.folder_name(step))
-        trainer.records.sync()
 
     def finish() -> Path:
-        return checkpoint.finish(aside, step, job.world_size, trainer.config.train.keep_checkpoints)
+        assert trainer.records is not None, "rank 0 opens the records before the first step"
+        trainer.records.sync()  # first what the checkpoint's step has in the records, then the checkpoint
+        path = checkpoint.finish(aside, step, job.world_size, trainer.config.train.keep_checkpoints)
+        trainer.records.event(step, "checkpoint", path=path.name)
+        return path
 
     trainer.last_checkpoint = decide_on_main(job, finish)
-    trainer.logged_at, trainer.logged_step = time.perf_counter(), step
+    restart_clock(trainer, step)
 
 
 def note_error(trainer: Trainer, error: BaseException) -> None:
@@ -275,13 +296,17 @@ def finish(trainer: Trainer, step: int) -> int:
         return 0
     name, steps = trainer.run.path.name, trainer.config.train.steps
     parent = trainer.run.path.parent
-    where = "" if str(parent) == "runs" else f" --runs-dir {parent}"
+    where = "" if str(parent) == "runs" else f" --runs-dir {shlex.quote(str(parent))}"
+    name = shlex.quote(name)
     if step < steps:
         _say(f"stopped after step {step} of {steps}, saved")
         _say(f"go on with:   ./lab train --resume {name}{where}")
     else:
         _say(f"done: {steps} steps in {trainer.run.path}")
-    _say(f"look at it:   tensorboard --logdir {parent} --samples_per_plugin images=200,scalars=5000")
+    folder = shlex.quote(str(parent))
+    _say(
+        f"look at it:   .venv/bin/tensorboard --logdir {folder} --samples_per_plugin images=200,scalars=5000"
+    )
     if trainer.config.train.export:
         _say(f"let it write: ./lab sample {name}{where}")
     return 0

@@ -28,10 +28,12 @@ from experiments.config import (
     TrainConfig,
     check_resume,
     check_world,
+    find_file,
     load_config,
 )
 from experiments.engine_config import load_deepspeed_config, merge_deepspeed
-from experiments.rundir import RunDir, check_new, find
+from experiments.rundir import RunDir, check_new, find, read_facts
+from experiments.stop import StopSignal
 
 if TYPE_CHECKING:
     from experiments.session import Trainer
@@ -52,10 +54,54 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run_rank(args)
     from experiments.launch import launch
 
-    config, _ = read_settings(args)  # a mistake is told once, before any rank starts
-    check_world(config, args.ranks)
-    merge_deepspeed(load_deepspeed_config(config.train.deepspeed), config, args.ranks)
-    return launch(arguments, args.ranks)
+    config, resumed = read_settings(args)  # a mistake is told once, before any rank starts
+    ranks = num_ranks(args, resumed)
+    check_world(config, ranks)
+    engine_settings(args, config, resumed, ranks)
+    return launch(arguments, ranks)
+
+
+def num_ranks(args: argparse.Namespace, resumed: RunDir | None) -> int:
+    """Ranks to start: --ranks, else those of the resumed run, else one a GPU, else 2.
+
+    Raises ValueError for less than one, and for more than there are GPUs.
+    """
+    import torch
+
+    gpus = torch.cuda.device_count() if os.environ.get("DS_ACCELERATOR") != "cpu" else 0
+    ranks = args.ranks
+    if ranks is None:
+        ranks = read_facts(resumed).get("world_size", 2) if resumed else gpus or 2
+    if ranks < 1:
+        raise ValueError(f"--ranks {ranks} must be 1 or more")
+    if gpus and ranks > gpus:
+        raise ValueError(f"--ranks {ranks} is more than the {gpus} GPUs here; use --ranks {gpus} or less")
+    return ranks
+
+
+def engine_settings(
+    args: argparse.Namespace, config: Config, resumed: RunDir | None, world_size: int
+) -> dict[str, Any]:
+    """DeepSpeed's settings for this run; a resumed run takes its own deepspeed.json.
+
+    Raises ValueError where the file that it was made from is there and says something else now.
+    """
+    toml_name = str(args.config or (resumed.config if resumed else "tiny.toml"))
+    name = config.train.deepspeed
+    if resumed is None:
+        return merge_deepspeed(load_deepspeed_config(name), config, world_size, toml_name=toml_name)
+    own = merge_deepspeed(load_deepspeed_config(resumed.deepspeed), config, world_size, toml_name=toml_name)
+    try:
+        now = merge_deepspeed(load_deepspeed_config(find_file(name)), config, world_size, toml_name=toml_name)
+    except ValueError:  # moved or gone: the run has its own copy
+        return own
+    changed = sorted(key for key in own.keys() | now.keys() if own.get(key) != now.get(key))
+    if changed:
+        raise ValueError(
+            f"{name} differs from {resumed.deepspeed} in {', '.join(changed)}: a resumed run keeps its "
+            "engine; take the change back, or start a new run"
+        )
+    return own
 
 
 def read_settings(args: argparse.Namespace) -> tuple[Config, RunDir | None]:
@@ -73,6 +119,8 @@ def read_settings(args: argparse.Namespace) -> tuple[Config, RunDir | None]:
     name = args.resume or args.name
     if not name:
         raise ValueError("--resume needs the run's name: --resume NAME")
+    if args.name and args.resume and args.name != args.resume:
+        raise ValueError(f"--resume {args.resume} and --name {args.name} name two runs; give one of them")
     run = find(args.runs_dir, name)
     config = load_config(args.config or run.config, overrides)
     check_resume(load_config(run.config), config)
@@ -112,15 +160,15 @@ def _train_and_leave(args: argparse.Namespace) -> int:
 
 def train(args: argparse.Namespace) -> int:
     """The whole run on this rank; returns its exit code."""
-    # heavy imports stand here, so that --help and a wrong setting answer at once
-    from experiments import session
-    from experiments.job import StopSignal, check_same, decide_on_main, start_job
-
     with StopSignal() as stop:
+        # heavy imports stand here, so that --help and a wrong setting answer at once
+        from experiments import session
+        from experiments.job import check_same, decide_on_main, start_job
+
         config, resumed = read_settings(args)
-        world_size = int(os.environ["WORLD_SIZE"])
+        world_size = int(os.environ.get("WORLD_SIZE", "0"))
         job = start_job(check_world(config, world_size))
-        settings = merge_deepspeed(load_deepspeed_config(config.train.deepspeed), config, world_size)
+        settings = engine_settings(args, config, resumed, world_size)
         corpus = session.read_corpus(config)
         check_same(job, "the corpus (sha256)", corpus.sha256)
         session.check_memory(config, job, settings)
@@ -133,6 +181,8 @@ def train(args: argparse.Namespace) -> int:
             return run_steps(trainer, start, stop)
         except Exception as error:
             session.note_error(trainer, error)
+            if isinstance(error, ValueError):  # no user's mistake any more: it deserves its traceback
+                raise RuntimeError(f"error in a step: {error}") from error
             raise
         finally:
             session.close(trainer)
@@ -153,7 +203,8 @@ def run_steps(trainer: "Trainer", start: int, stop: Any) -> int:
         session.record_step(trainer, outcome, progress)
         last = step == train.steps or outcome.stop
         if _due(step, train.valid_every, last and not outcome.stop):
-            bits = bits_per_token(trainer.engine, job, trainer.windows, train.micro_batch)
+            with trainer.naming(step):
+                bits = bits_per_token(trainer.engine, job, trainer.windows, train.micro_batch)
             session.record_validation(trainer, step, bits, progress)
         if _due(step, train.checkpoint_every, last):
             session.save(trainer, step)
@@ -200,6 +251,7 @@ def train_step(trainer: "Trainer", step: int, stop: bool) -> StepOutcome:
     if lr is not None:
         for group in engine.optimizer.param_groups:
             group["lr"] = lr
+    lr = float(engine.optimizer.param_groups[0]["lr"])  # before the step: a scheduler moves it on
     # every sequence of the corpus is full, so all ranks know the valid tokens of the global batch
     global_tokens = train.micro_batch * train.accumulation * job.world_size * length
     factor = job.world_size * train.accumulation / global_tokens
@@ -210,8 +262,8 @@ def train_step(trainer: "Trainer", step: int, stop: bool) -> StepOutcome:
             first = (micro * job.world_size + job.rank) * train.micro_batch
             tokens = global_batch(trainer.corpus, config.data, step, first, train.micro_batch, length)
             batch = torch.from_numpy(tokens).to(job.device, non_blocking=True)
-        with timer("forward"):
-            ce_sum, aux_sum = trainer.forward(step, batch[:, :-1], batch[:, 1:])
+        with timer("forward"), trainer.naming(step):
+            ce_sum, aux_sum = engine(batch[:, :-1], batch[:, 1:])
         with timer("backward"):
             engine.backward((ce_sum + aux_sum) * factor)
         with timer("optimizer"):
@@ -226,11 +278,13 @@ def train_step(trainer: "Trainer", step: int, stop: bool) -> StepOutcome:
             f"{trainer.last_good()}"
         )
     norm = engine.get_global_grad_norm()
+    if norm is not None and not math.isfinite(norm):
+        raise FloatingPointError(f"step {step}: the gradient norm is {float(norm)}; {trainer.last_good()}")
     return StepOutcome(
         sample=sample,
         ce=float(ce),
         aux=float(aux),
-        lr=float(engine.optimizer.param_groups[0]["lr"]),
+        lr=lr,
         grad_norm=math.nan if norm is None else float(norm),
         stop=bool(sample.extra_X[2] > 0),
     )

@@ -30,15 +30,15 @@ class _LoopFeedForward(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows_RD, w1, w2, w3: Any, weight_R, ends):
+    def forward(ctx: Any, rows_RD, w1, w2, w3, weight_R, ends):
         gate_RF = rows_RD.new_empty((rows_RD.shape[0], w1.shape[1]))
-        up_RF: Any = None if w3 is None else torch.empty_like(gate_RF)
+        up_RF = None if w3 is None else torch.empty_like(gate_RF)
         out_RD = rows_RD.new_empty((rows_RD.shape[0], w2.shape[1]))
         for e, (start, end) in enumerate(_spans(ends)):
             if start == end:
                 continue
             torch.mm(rows_RD[start:end], w1[e].t(), out=gate_RF[start:end])
-            if w3 is not None:
+            if w3 is not None and up_RF is not None:
                 torch.mm(rows_RD[start:end], w3[e].t(), out=up_RF[start:end])
             hidden = _activate(gate_RF[start:end], None if up_RF is None else up_RF[start:end])
             if weight_R is not None:

@@ -101,6 +101,7 @@ class MoELayer(nn.Module):
         NonFiniteRouterError on every rank where any rank's logits are not finite.
         """
         x_TD = x.reshape(-1, x.shape[-1])
+        self.router.check(x_TD, token_mask_T)
         if token_mask_T is not None:  # padding may hold NaN, which 0 * NaN would carry into gradients
             x_TD = torch.where(token_mask_T[:, None], x_TD, 0.0)
         memory = current_memory()
@@ -147,9 +148,8 @@ class MoELayer(nn.Module):
         device.
 
         One collective and one host sync a layer. One more column says that a rank's logits are not finite, so
-        that all ranks raise together. With several EP groups a balance loss over all ranks needs the counts
-        of
-        all: then a second, smaller gather over the EDP group sums them, and carries the flags too.
+        that all ranks raise together. With several EP groups a second, smaller gather over the EDP group sums
+        the counts of all ranks and carries the flags.
         """
         logits_TE = routing.logits_TE.detach()
         if routing.token_mask_T is not None:
@@ -158,7 +158,7 @@ class MoELayer(nn.Module):
         gathered_PX = self.groups.ep.all_gather(torch.cat([routing.routed_E, bad[None]]))
         bad_DP, global_counts_E = gathered_PX[None, :, -1], gathered_PX[:, :-1].sum(dim=0)
         rank_DP = self.topology.ep_ranks()[None]
-        if self.groups.edp.size > 1 and self.config.router.balance_scope in ("global", "running"):
+        if self.groups.edp.size > 1:
             both_DX = self.groups.edp.all_gather(torch.cat([global_counts_E, bad_DP[0]]))
             global_counts_E, bad_DP = both_DX[:, : -rank_DP.size].sum(dim=0), both_DX[:, -rank_DP.size :]
             rank_DP = self.topology.grid()

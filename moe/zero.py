@@ -16,13 +16,11 @@ code of its forward. What that contract says, as read in its source and checked 
 It is private API: `contract_problems` says what a DeepSpeed at hand lacks, and a test holds it empty.
 """
 
-import os
 from typing import Any
 
 import deepspeed
 import numpy as np
 import torch
-import torch.distributed as dist
 from deepspeed.checkpoint import constants as ds_names
 from deepspeed.checkpoint.autoep_affine import (
     autoep_placement_to_affine_map,
@@ -36,16 +34,14 @@ from moe.config import MoEConfig
 from moe.layer import MoELayer
 from moe.topology import Topology
 
-TESTED_VERSION = "0.19.8"
 _SHM_OP = "deepspeed_shm_comm"
 
 
 def contract_problems() -> list[str]:
     """What the installed DeepSpeed lacks of the private API that this file relies on; empty = all there."""
     problems = []
-    for name in ("set_deepspeed_parallelism",):
-        if not hasattr(AutoEPMoELayer, name):
-            problems.append(f"AutoEPMoELayer.{name} is gone")
+    if not hasattr(AutoEPMoELayer, "set_deepspeed_parallelism"):
+        problems.append("AutoEPMoELayer.set_deepspeed_parallelism is gone")
     for name in ("DS_AUTOEP_UC_META", "AUTOEP_EXPERT_PLACEMENT", "AFFINE_MAP", "AUTOEP_PARAM_LOGICAL_SHAPE"):
         if not hasattr(ds_names, name):
             problems.append(f"deepspeed.checkpoint.constants.{name} is gone")
@@ -172,11 +168,3 @@ def gather_weights(model: nn.Module, topology: Topology) -> dict[str, torch.Tens
         if name not in parameters and isinstance(value, torch.Tensor):
             whole[name] = value.detach().to("cpu", copy=True)
     return whole
-
-
-def rank_and_world() -> tuple[int, int]:
-    """This process's rank and the job's size: from the job, else from the launcher's variables, else (0,
-    1)."""
-    if dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -45,7 +45,7 @@ class Router(nn.Module):
         selects.   Raises ValueError for other shapes.
         """
         config = self.config
-        self._check(x_TD, token_mask_T)
+        self.check(x_TD, token_mask_T)
         if token_mask_T is not None:  # padding may hold NaN: 0 * NaN would reach the gate's gradient
             x_TD = torch.where(token_mask_T[:, None], x_TD, 0.0)
         logits_TE = self.gate(x_TD)
@@ -77,7 +77,8 @@ class Router(nn.Module):
             token_mask_T=token_mask_T,
         )
 
-    def _check(self, x_TD: torch.Tensor, token_mask_T: torch.Tensor | None) -> None:
+    def check(self, x_TD: torch.Tensor, token_mask_T: torch.Tensor | None) -> None:
+        """Raise ValueError unless x_TD is [T, D] and token_mask_T, if given, [T] bool."""
         if x_TD.ndim != 2 or x_TD.shape[1] != self.config.d_model:
             raise ValueError(
                 f"x has shape {tuple(x_TD.shape)}, expected (T, {self.config.d_model}): one row per token"

@@ -60,6 +60,10 @@ DAMAGES = {
     "no manifest": (lambda p: (p.parents[1] / "manifest.json").unlink(), "manifest.json cannot be read"),
     "torn manifest": (lambda p: (p.parents[1] / "manifest.json").write_text('{"format"'), "cannot be read"),
     "other format": (lambda p: (p.parents[1] / "manifest.json").write_text("[]"), "no manifest of format 1"),
+    "no fields": (
+        lambda p: (p.parents[1] / "manifest.json").write_text('{"format": 1}'),
+        "no manifest of format 1",
+    ),
 }
 
 
@@ -79,10 +83,22 @@ def test_damaged_checkpoint_is_named_and_the_one_before_is_taken(run, damage):
     assert "step 3 is not usable" in said[0]
 
 
+def steps_of(run: RunDir) -> list[int]:
+    return sorted(int(path.name[5:]) for path in run.checkpoints.iterdir())
+
+
 def test_only_the_newest_are_kept(run):
     for step in (5, 10, 15, 100_000_000):
         write(run, step, keep=2)
-    assert [step for step, _ in checkpoint._folders(run.checkpoints)] == [15, 100_000_000]
+    assert steps_of(run) == [15, 100_000_000]
+
+
+def test_coming_back_to_an_older_step_drops_the_later_ones_and_keeps_the_new(run):
+    """A damaged step 250 was passed over: the checkpoint of step 100 that follows must stay, not it."""
+    for step in (50, 200, 250):
+        write(run, step)
+    write(run, 100, keep=1)
+    assert steps_of(run) == [100]
 
 
 def test_a_step_that_is_saved_again_replaces_the_old_one(run):

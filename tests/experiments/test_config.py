@@ -464,7 +464,7 @@ def test_the_train_parser_reads_what_users_and_launchers_pass():
     arguments = parser.parse_args(["--local_rank=1", "--set", "a.b=1", "--set", "c.d=2", "--resume"])
     assert (arguments.local_rank, arguments.set, arguments.resume) == (1, ["a.b=1", "c.d=2"], "")
     defaults = parser.parse_args([])
-    assert (defaults.config, defaults.ranks, defaults.runs_dir) == (None, 2, "runs")
+    assert (defaults.config, defaults.ranks, defaults.runs_dir) == (None, None, "runs")
     assert (defaults.resume, defaults.set, defaults.hostfile, defaults.deepspeed_config) == (
         None,
         [],

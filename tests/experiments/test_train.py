@@ -245,10 +245,12 @@ BAD_INPUT = {
     "missing path": (["--set", "data.paths=/nowhere/at/all"], r"/nowhere/at/all"),
     "missing config": (["--config", "nothing.toml"], r"nothing.toml: no such file"),
     "resume nothing": (["--resume", "lost"], r"no run 'lost' under runs; there are none"),
+    "ranks": (["--ranks", "-1"], r"--ranks -1 must be 1 or more"),
+    "name and resume": (["--resume", "a", "--name", "b"], r"name two runs"),
     "resume unnamed": (["--resume"], r"--resume needs the run's name"),
     "clip in both places": (
         ["--deepspeed_config", "CLIP.json"],
-        r"gradient_clipping = 0.5 .*train.clip = 1.0",
+        r"CLIP.json: gradient_clipping = 0.5 but \S*small.toml: train.clip = 1.0",
     ),
     "will not fit": (
         ["--set", "moe.expert_hidden=100000000"],
@@ -303,6 +305,44 @@ def test_resuming_on_another_number_of_ranks_is_refused(finished_run, counterpoi
     done = counterpoise("train", "--resume", "copy", "--ranks", 1, cwd=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "world_size=2, and this is 1" in done.stderr
+    assert "--ranks" in done.stderr
+
+
+def test_refused_resumes_change_nothing_in_the_run(finished_run, counterpoise, tmp_path):
+    run = copy_run(finished_run, tmp_path, keep_step=6)
+    before = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    shorter = ("--set", "train.steps=3", "--set", "train.valid_every=77")
+    done = counterpoise("train", "--resume", "copy", *shorter, cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "is complete at step 6; extend it" in done.stderr
+    after = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    after.pop(".lock", None)
+    before.pop(".lock", None)
+    assert after == before
+
+
+def test_changed_engine_settings_are_refused_on_resume(counterpoise, small_toml, tmp_path):
+    (tmp_path / "mine.json").write_text('{"zero_optimization": {"stage": 1}}')
+    mine = ("--set", "train.deepspeed=mine.json", "--set", "train.steps=3")
+    done = counterpoise("train", "--config", small_toml, "--name", "own", *mine, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (tmp_path / "mine.json").write_text('{"zero_optimization": {"stage": 2}}')
+    done = counterpoise("train", "--resume", "own", "--set", "train.steps=4", cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert re.search(r"mine.json differs from \S*deepspeed.json in zero_optimization", done.stderr)
+    (tmp_path / "mine.json").unlink()
+    done = counterpoise("train", "--resume", "own", "--set", "train.steps=4", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_run_that_died_before_its_records_resumes_from_nothing(finished_run, counterpoise, tmp_path):
+    run = copy_run(finished_run, tmp_path, keep_step=None)
+    (run / "metrics.jsonl").unlink()
+    shutil.rmtree(run / "tb")
+    done = counterpoise("train", "--resume", "copy", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_same_run(run, finished_run)
+    assert len(records(run, "baselines")) == 1
 
 
 def test_two_processes_cannot_write_to_one_run(finished_run, counterpoise, tmp_path):

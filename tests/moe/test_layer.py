@@ -157,8 +157,16 @@ def dist_step(rank, world, moe_config, routing, tokens_P):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("routing", ["mixed", "one_rank"])
-@pytest.mark.parametrize("tokens_P", [(7, 64), (0, 1, 7, 64)], ids=str)
+@pytest.mark.parametrize(
+    ("tokens_P", "routing"),
+    [
+        ((64,), "mixed"),
+        *(((7, 64), r) for r in ROUTINGS),
+        ((0, 1, 7, 64), "mixed"),
+        ((0, 1, 7, 64), "one_rank"),
+    ],
+    ids=str,
+)
 def test_ep_layer_equals_dense_reference_on_gloo_ranks(routing, tokens_P):
     results = run_ranks(dist_step, len(tokens_P), config(), routing, tokens_P)
     compare(results, config(), routing, tokens_P)
@@ -285,9 +293,18 @@ def test_recomputation_changes_no_gradient_in_any_scope(scope, reentrant):
     assert torch.equal(*grads)
 
 
+@pytest.mark.parametrize(
+    "mask",
+    [torch.ones(2, 3, dtype=torch.bool), torch.ones(6, dtype=torch.int64), torch.ones(7, dtype=torch.bool)],
+)
+def test_a_wrong_mask_is_an_error_that_says_what_it_should_be(mask):
+    with pytest.raises(ValueError, match=r"expected \(6,\) of torch.bool: True for a real token"):
+        solo_layer()(torch.randn(2, 3, WIDTH, dtype=torch.float64), mask)
+
+
 def nan_in_one_ep_group(rank, world):
     topology = Topology(world_size=world, ep_size=2, rank=rank)
-    layer = MoELayer(config(), topology, groups=make_groups(topology))
+    layer = MoELayer(config(balance_scope="previous"), topology, groups=make_groups(topology))
     try:
         layer(torch.full((3, WIDTH), float("nan") if rank == 3 else 1.0))
     except NonFiniteRouterError as error:
@@ -297,7 +314,7 @@ def nan_in_one_ep_group(rank, world):
 
 @pytest.mark.dist
 def test_nan_in_one_ep_group_raises_in_the_others_too():
-    """World 4 = EP 2 x EDP 2: the balance loss over all ranks carries the flag to the other EP group."""
+    """World 4 = EP 2 x EDP 2, in a scope that asks for no counts of other ranks."""
     assert run_ranks(nan_in_one_ep_group, 4, timeout_s=60) == [[3]] * 4
 
 
