@@ -357,7 +357,7 @@ def deepspeed_autoep(case: Case, inputs: Inputs, topology: Topology) -> Step:
     """The layer that AutoEP makes of a Mixtral block."""
     from deepspeed.module_inject.auto_ep import AutoEP
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config
-    from transformers import MixtralConfig, MixtralForCausalLM
+    from transformers import MixtralConfig, MixtralForCausalLM  # pyright: ignore[reportMissingImports]
 
     from moe import zero
 

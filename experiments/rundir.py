@@ -139,6 +139,16 @@ def read_facts(run: RunDir) -> dict[str, Any]:
         raise ValueError(f"{run.versions}: cannot be read ({error}); the run cannot be continued") from error
 
 
+def check_ranks(run: RunDir, world_size: int) -> None:
+    """Raise ValueError where a run is to be continued on another number of ranks than it has had."""
+    had = read_facts(run).get("world_size")
+    if had != world_size:
+        raise ValueError(
+            f"{run.path} was trained with world_size={had}, and this is {world_size}; resume it on the same "
+            "number of ranks (--ranks)"
+        )
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a file aside and put it in place whole, on the disk."""
     aside = path.with_name(path.name + ".partial")

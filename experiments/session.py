@@ -108,12 +108,11 @@ def open_run(
     else:
         run = resumed
         old = rundir.read_facts(run)
-        for key in ("corpus_sha256", "world_size"):
-            if old.get(key) != facts[key]:
-                raise ValueError(
-                    f"{run.path} was trained with {key}={old.get(key)}, and this is {facts[key]}; resume it "
-                    "on the same data with the same number of ranks (--ranks)"
-                )
+        if old.get("corpus_sha256") != corpus.sha256:
+            raise ValueError(
+                f"{run.path} was trained on data with sha256 {old.get('corpus_sha256')}, and this has "
+                f"{corpus.sha256}; resume it on the same data"
+            )
         return run
     rundir.write_settings(run, config, settings, facts)
     return run

@@ -17,10 +17,11 @@ if not __package__:  # started as a file: import the packages beside it, not the
 import argparse
 import logging
 import math
+import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from experiments.arguments import train_parser
 from experiments.config import (
@@ -32,12 +33,13 @@ from experiments.config import (
     load_config,
 )
 from experiments.engine_config import load_deepspeed_config, merge_deepspeed
-from experiments.rundir import RunDir, check_new, find, read_facts
+from experiments.rundir import RunDir, check_new, check_ranks, find, read_facts
 from experiments.stop import StopSignal
 
 if TYPE_CHECKING:
     from experiments.session import Trainer
 
+EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_NOT_FINITE = 3
 
@@ -51,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         exec_hostfile(arguments, args.hostfile)
     if "RANK" in os.environ:
-        return _run_rank(args)
+        _end_process(_run_rank(args))
     from experiments.launch import launch
 
     config, resumed = read_settings(args)  # a mistake is told once, before any rank starts
@@ -90,6 +92,7 @@ def engine_settings(
     name = config.train.deepspeed
     if resumed is None:
         return merge_deepspeed(load_deepspeed_config(name), config, world_size, toml_name=toml_name)
+    check_ranks(resumed, world_size)
     own = merge_deepspeed(load_deepspeed_config(resumed.deepspeed), config, world_size, toml_name=toml_name)
     try:
         now = merge_deepspeed(load_deepspeed_config(find_file(name)), config, world_size, toml_name=toml_name)
@@ -144,6 +147,21 @@ def _run_rank(args: argparse.Namespace) -> int:
     except (NonFiniteRouterError, FloatingPointError) as error:
         sys.stderr.write(f"counterpoise: error: {error}\n")  # in one piece: every rank says it
         return EXIT_NOT_FINITE
+    except Exception:
+        traceback.print_exc()
+        return EXIT_FAILED
+
+
+def _end_process(code: int) -> NoReturn:
+    """End this rank's process without tearing the interpreter down.
+
+    Threads of gloo and of the engine may outlive it, and then abort a process that has done all its work. The
+    files
+    are closed by now.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _train_and_leave(args: argparse.Namespace) -> int:
