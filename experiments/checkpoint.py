@@ -97,15 +97,22 @@ def finish(aside: Path, step: int, world_size: int, keep: int) -> Path:
 
 
 def latest(run: RunDir, say: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint that is complete; None where there is none.
+    """The newest checkpoint that is complete; None where the run has none at all.
 
     Every size and hash is verified. A broken one is named through `say`, with what is wrong, and passed over.
+    Raises ValueError where there are checkpoints and all are broken: starting over would write over them.
     """
-    for step, path in reversed(_folders(run.checkpoints)):
+    folders = _folders(run.checkpoints)
+    for step, path in reversed(folders):
         try:
             return verify(path)
         except ValueError as error:
             say(f"checkpoint of step {step} is not usable: {error}; looking for the one before")
+    if folders:
+        raise ValueError(
+            f"none of the {len(folders)} checkpoints in {run.checkpoints} is usable; move that folder away "
+            "to start the run over from step 0"
+        )
     return None
 
 

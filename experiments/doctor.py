@@ -51,6 +51,7 @@ class Facts:
     disk_path: str = "."
     shm_hook: bool | None = None  # does DeepSpeed's private switch exist; None: DeepSpeed does not import
     shm_error: str = ""
+    contract_problems: tuple[str, ...] = ()  # what the DeepSpeed here lacks of what moe/zero.py relies on
     has_compiler: bool = False
 
 
@@ -72,6 +73,7 @@ def check(facts: Facts) -> list[Row]:
         python_row,
         torch_row,
         deepspeed_row,
+        contract_row,
         hook_row,
         accelerator_row,
         backend_row,
@@ -139,6 +141,17 @@ def deepspeed_row(facts: Facts) -> Row:
         return Row(name="DeepSpeed", value=found, state=WARN, remedy=remedy)
     remedy = f"expert layers use private parts of {TESTED_DEEPSPEED}; {INSTALL}"
     return Row(name="DeepSpeed", value=found, state=BAD, remedy=remedy)
+
+
+def contract_row(facts: Facts) -> Row:
+    """The private parts of DeepSpeed that layers with experts rely on (moe/zero.py says which and why)."""
+    name = "DeepSpeed's parts"
+    if facts.shm_hook is None:
+        return Row(name=name, value="unknown: DeepSpeed does not import", state=BAD, remedy=INSTALL)
+    if facts.contract_problems:
+        remedy = f"expert layers need them; install DeepSpeed {TESTED_DEEPSPEED}"
+        return Row(name=name, value="; ".join(facts.contract_problems), state=BAD, remedy=remedy)
+    return Row(name=name, value="all that expert layers rely on is there", state=OK)
 
 
 def hook_row(facts: Facts) -> Row:
@@ -255,6 +268,7 @@ def collect_facts() -> Facts:
         disk_path=os.getcwd(),
         shm_hook=shm_hook,
         shm_error=shm_error,
+        contract_problems=() if shm_hook is None else _contract_problems(),
         has_compiler=shutil.which("c++") is not None or shutil.which("g++") is not None,
     )
 
@@ -288,6 +302,14 @@ def _shm_hook() -> tuple[bool | None, str]:
         return None, _first_line(error)
     table = getattr(deepspeed.ops, "__compatible_ops__", None)
     return isinstance(table, dict) and "deepspeed_shm_comm" in table, ""
+
+
+def _contract_problems() -> tuple[str, ...]:
+    try:
+        from moe.zero import contract_problems
+    except Exception as error:  # the import itself needs private names: one that is gone is the finding
+        return (_first_line(error),)
+    return tuple(contract_problems())
 
 
 def _first_line(error: Exception) -> str:

@@ -68,6 +68,25 @@ def decide_on_main(job: Job, decide: Callable[[], Any]) -> Any:
     return outcome[0]
 
 
+def do_on_all(job: Job, do: Callable[[], Any]) -> Any:
+    """Let every rank do its own part; where one fails, its message is raised everywhere, with its rank.
+
+    Collective.   do: raises ValueError or OSError for what the user can mend.   Returns this rank's result.
+    """
+    result, message = None, ""
+    try:
+        result = do()
+    except (ValueError, OSError) as error:
+        message = str(error)
+    messages: list[Any] = [None] * job.world_size
+    dist.all_gather_object(messages, message)
+    failed = [rank for rank, text in enumerate(messages) if text]
+    if failed:
+        everywhere = len(failed) == job.world_size
+        raise ValueError(messages[failed[0]] if everywhere else f"rank {failed[0]}: {messages[failed[0]]}")
+    return result
+
+
 def check_same(job: Job, what: str, value: str) -> None:
     """Raise ValueError on every rank where the ranks do not agree on a value."""
     values: list[Any] = [None] * job.world_size

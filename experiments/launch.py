@@ -40,8 +40,11 @@ def launch(
     number when a signal ended it); 130 when the run was interrupted and every rank then returned 0.
 
     The first Ctrl-C (or SIGTERM, SIGHUP) reaches every rank once, as SIGINT, and the ranks are waited for:
-    they finish the step and save. A second one sends SIGTERM, a third SIGKILL. No process of the run is left
-    behind. Rank 0 writes to this process's own stdout and stderr; the lines of the others carry "[rank N] ".
+    they finish the step and save. A second one sends SIGTERM (which the ranks take as the same wish when it
+    comes
+    within two seconds), a third SIGKILL. No process of the run is left behind, unless this one is killed by
+    SIGKILL itself, which leaves it no chance. Rank 0 writes to this process's own stdout and stderr; the
+    lines of the others carry "[rank N] ".
     Raises ValueError for num_ranks < 1.
     """
     if num_ranks < 1:

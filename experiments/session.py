@@ -180,8 +180,7 @@ def restore(trainer: Trainer) -> int:
 
 def open_records(trainer: Trainer, resumed_at: int | None) -> None:
     """Open the records on rank 0, and tell what is about to happen."""
-    if trainer.job.is_main:
-        _open_on_main(trainer, resumed_at)
+    decide_on_main(trainer.job, lambda: _open_on_main(trainer, resumed_at))
     trainer.logged_at, trainer.logged_step = time.perf_counter(), resumed_at or 0
 
 
@@ -263,6 +262,7 @@ def restart_clock(trainer: Trainer, step: int) -> None:
 def save(trainer: Trainer, step: int) -> None:
     """Write a checkpoint: all ranks into a folder aside, then rank 0 lists, syncs and renames it."""
     run, job = trainer.run, trainer.job
+    check_finite(trainer, step)
     aside = decide_on_main(job, lambda: checkpoint.begin(run, step))
     trainer.engine.save_checkpoint(str(aside), tag=checkpoint.ENGINE)
     checkpoint.save_rank_state(aside, job.rank)
@@ -281,6 +281,23 @@ def save(trainer: Trainer, step: int) -> None:
 
     trainer.last_checkpoint = decide_on_main(job, finish)
     restart_clock(trainer, step)
+
+
+@torch.no_grad()
+def check_finite(trainer: Trainer, step: int) -> None:
+    """Raise FloatingPointError on all ranks where any weight is NaN or infinite: that is nothing to save.
+
+    Not every stage reports a gradient norm (ZeRO 0 without clipping does not): the weights decide.
+    """
+    device = trainer.job.device
+    bad = torch.zeros((), dtype=torch.int64, device=device)
+    for parameter in trainer.model.parameters():  # ds_tensor: this rank's part under ZeRO-3
+        bad += (~torch.isfinite(getattr(parameter, "ds_tensor", parameter))).sum()
+    dist.all_reduce(bad)
+    if int(bad):
+        raise FloatingPointError(
+            f"step {step}: {int(bad)} weights are NaN or infinite, not saved; {trainer.last_good()}"
+        )
 
 
 def note_error(trainer: Trainer, error: BaseException) -> None:

@@ -181,13 +181,13 @@ def train(args: argparse.Namespace) -> int:
     with StopSignal() as stop:
         # heavy imports stand here, so that --help and a wrong setting answer at once
         from experiments import session
-        from experiments.job import check_same, decide_on_main, start_job
+        from experiments.job import check_same, decide_on_main, do_on_all, start_job
 
         config, resumed = read_settings(args)
         world_size = int(os.environ.get("WORLD_SIZE", "0"))
         job = start_job(check_world(config, world_size))
         settings = engine_settings(args, config, resumed, world_size)
-        corpus = session.read_corpus(config)
+        corpus = do_on_all(job, lambda: session.read_corpus(config))
         check_same(job, "the corpus (sha256)", corpus.sha256)
         session.check_memory(config, job, settings)
         run = decide_on_main(job, lambda: session.open_run(args, config, settings, resumed, corpus, job))
@@ -296,8 +296,8 @@ def train_step(trainer: "Trainer", step: int, stop: bool) -> StepOutcome:
             f"{trainer.last_good()}"
         )
     norm = engine.get_global_grad_norm()
-    if norm is not None and not math.isfinite(norm):
-        raise FloatingPointError(f"step {step}: the gradient norm is {float(norm)}; {trainer.last_good()}")
+    if norm is not None and not 0 <= norm < math.inf:  # DeepSpeed says -1 for NaN and infinity at some stages
+        raise FloatingPointError(f"step {step}: the gradient norm is not finite; {trainer.last_good()}")
     return StepOutcome(
         sample=sample,
         ce=float(ce),

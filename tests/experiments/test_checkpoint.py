@@ -83,6 +83,15 @@ def test_damaged_checkpoint_is_named_and_the_one_before_is_taken(run, damage):
     assert "step 3 is not usable" in said[0]
 
 
+def test_where_all_are_broken_nothing_starts_over(run):
+    for step in (1, 2):
+        (write(run, step) / "model.safetensors").unlink()
+    said = []
+    with pytest.raises(ValueError, match=r"none of the 2 checkpoints in .* is usable; move that folder away"):
+        checkpoint.latest(run, say=said.append)
+    assert len(said) == 2
+
+
 def steps_of(run: RunDir) -> list[int]:
     return sorted(int(path.name[5:]) for path in run.checkpoints.iterdir())
 

@@ -55,6 +55,8 @@ def test_a_healthy_machine_has_nothing_to_do(facts):
         (with_version("deepspeed", "0.20.0"), "DeepSpeed", BAD, "0.19.8"),
         (replace(HEALTHY, shm_hook=None, shm_error="ImportError: x"), "DeepSpeed", BAD, "requirements.lock"),
         (replace(HEALTHY, shm_hook=None), "DeepSpeed's op", BAD, "requirements.lock"),
+        (replace(HEALTHY, shm_hook=None), "DeepSpeed's parts", BAD, "requirements.lock"),
+        (replace(HEALTHY, contract_problems=("x is gone",)), "DeepSpeed's parts", BAD, "install DeepSpeed"),
         (replace(HEALTHY, shm_hook=False), "DeepSpeed's op", BAD, "g++"),
         (replace(HEALTHY, shm_hook=False, has_compiler=True), "DeepSpeed's op", WARN, "without compiling"),
         (replace(GPU, devices=()), "accelerator", WARN, "nvidia-smi"),
@@ -101,7 +103,7 @@ def test_warnings_do_not_fail(monkeypatch, capsys, facts, code):
 def test_something_bad_fails(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "collect_facts", lambda: replace(HEALTHY, shm_hook=None))
     assert doctor.main([]) == 1
-    assert "2 bad" in capsys.readouterr().out
+    assert "3 bad" in capsys.readouterr().out
 
 
 def test_an_argument_is_an_error(capsys):
@@ -117,6 +119,7 @@ def test_the_facts_of_this_machine_are_found():
     assert {"torch", "deepspeed", "numba", "tensorboard"} <= set(facts.versions)
     assert not facts.torch_error
     assert "gloo" in facts.backends
+    assert facts.contract_problems == ()
     assert facts.shm_hook is True, facts.shm_error  # the private switch: a new DeepSpeed may drop it
     assert facts.memory is not None
     assert facts.memory_free is not None

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from experiments.job import Job, check_same, decide_on_main
+from experiments.job import Job, check_same, decide_on_main, do_on_all
 from moe import Topology, make_groups
 from moe.testing import run_ranks
 
@@ -28,6 +28,17 @@ def agree(rank, world):
             outcomes.append(attempt())
         except ValueError as error:
             outcomes.append(str(error))
+
+    def do_mine():
+        if rank == 1:
+            raise OSError("the disk of this machine is gone")
+        return rank
+
+    try:
+        outcomes.append(do_on_all(job, do_mine))
+    except ValueError as error:
+        outcomes.append(str(error))
+    assert do_on_all(job, lambda: rank) == rank
     check_same(job, "the question", "same")
     return outcomes
 
@@ -35,4 +46,5 @@ def agree(rank, world):
 @pytest.mark.dist
 def test_rank_0_decides_and_errors_are_raised_on_every_rank():
     differs = "the answer differs between ranks: rank 0 has 0, rank 2 has 1"
-    assert run_ranks(agree, 3) == [["decided by 0", "refused by 0", differs]] * 3
+    lost = "rank 1: the disk of this machine is gone"
+    assert run_ranks(agree, 3) == [["decided by 0", "refused by 0", differs, lost]] * 3

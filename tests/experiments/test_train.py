@@ -1,6 +1,7 @@
 """Training as a user starts it: what a run leaves behind, how it stops, resumes, and refuses."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -182,6 +183,33 @@ def test_ctrl_c_saves_and_says_how_to_resume(counterpoise, rank_env, small_toml,
     done = counterpoise("train", "--resume", "cut", "--set", f"train.steps={last + 1}", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"resuming runs/cut after step {last}" in done.stdout
+
+
+def test_ctrl_c_under_deepspeeds_launcher_saves_too(rank_env, small_toml, tmp_path):
+    """A terminal's Ctrl-C reaches launcher and ranks; the launcher then sends the ranks SIGTERM at once."""
+    from experiments.launch import free_port
+
+    program = str(Path(sys.executable).with_name("deepspeed"))
+    command = [program, "--num_gpus", "2", "--master_port", str(free_port())]
+    command += [str(ROOT / "experiments" / "train.py"), "--config", str(small_toml), "--name", "cut"]
+    command += ["--set", "train.steps=4000", "--set", "train.valid_every=0"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, cwd=tmp_path, env=rank_env, start_new_session=True, **pipes)
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("step    4/"):
+            os.killpg(process.pid, signal.SIGINT)
+            break
+    rest, _ = process.communicate(timeout=120)
+    output = "".join(lines) + rest
+    stopped = re.search(r"stopped after step (\d+) of 4000, saved", output)
+    assert stopped, output
+    from experiments.checkpoint import verify
+
+    path = tmp_path / "runs" / "cut" / "checkpoints" / f"step-{int(stopped[1]):08d}"
+    assert verify(path).step == int(stopped[1])
 
 
 # ---- every launcher, every stage ------------------------------------------------------------------------
@@ -397,6 +425,51 @@ def test_nan_in_one_ranks_router_ends_all_ranks_and_keeps_the_checkpoint(rank_en
     from experiments.checkpoint import verify
 
     assert verify(run / "checkpoints" / "step-00000003").step == 3
+
+
+NAN_GRADIENT = """
+import sys
+from experiments import session, train
+
+build = session.build
+
+def poisoned(*args):
+    trainer = build(*args)
+    step = lambda: trainer.engine.global_steps + 1
+    trainer.model.head.weight.register_hook(lambda grad: grad * float("nan") if step() == 5 else grad)
+    return trainer
+
+session.build = poisoned
+sys.exit(train.main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("stage", "clip", "message"),
+    [
+        # ZeRO-0 in float32 reports no norm: clipping spreads the NaN to all weights, the validation meets it
+        (0, "1.0", "step 5: router logits of MoE layer 0 are NaN or infinite"),
+        (1, "1.0", "step 5: the gradient norm is not finite"),
+        (0, "0.0", r"step 5: \d+ weights are NaN or infinite, not saved"),  # only the head's weights
+    ],
+)
+def test_a_gradient_that_is_not_finite_ends_the_run_before_it_is_saved(
+    rank_env, small_toml, tmp_path, stage, clip, message
+):
+    """The loss of step 5 is fine, its gradient is not: without a check ZeRO-0 would save NaN weights."""
+    (tmp_path / "nan_gradient.py").write_text(NAN_GRADIENT)
+    arguments = ["--config", str(small_toml), "--name", "nan", "--set", f"train.deepspeed=zero{stage}.json"]
+    arguments += ["--set", f"train.clip={clip}", "--set", "train.steps=5", "--set", "train.schedule=constant"]
+    script = f"from experiments.launch import launch; exit(launch({arguments}, 2, module='nan_gradient'))"
+    env = {**rank_env, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    options = {"capture_output": True, "text": True, "timeout": 120, "check": False}
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=env, **options)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert re.search(message, done.stderr), done.stderr
+    assert "last good checkpoint is runs/nan/checkpoints/step-00000003" in done.stderr
+    assert [path.name for path in (tmp_path / "runs" / "nan" / "checkpoints").iterdir()] == ["step-00000003"]
+    for name, value in weights(tmp_path / "runs" / "nan").items():
+        assert np.isfinite(value).all(), name
 
 
 # ---- the schedule ---------------------------------------------------------------------------------------
