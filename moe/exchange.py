@@ -19,6 +19,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from moe.naming import current_tag, tag
+
 
 class Exchange(Protocol):
     """One rank's end of a group of `size` ranks."""
@@ -172,6 +174,7 @@ class _AllToAllV(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_RD, anchor, exchange, input_splits, output_splits):
         ctx.exchange, ctx.splits = exchange, (input_splits, output_splits)
+        ctx.tag = current_tag()  # the backward bears the forward's, also in a thread of autograd's own
         # Unpacked first in the backward: under non-reentrant checkpointing that makes every rank recompute
         # here,
         # at the same point, also one that has no rows.
@@ -183,7 +186,9 @@ class _AllToAllV(torch.autograd.Function):
         (grad_RD,) = grad_outputs
         _ = ctx.saved_tensors
         input_splits, output_splits = ctx.splits
-        return ctx.exchange.send_rows(grad_RD, output_splits, input_splits), None, None, None, None
+        with tag(ctx.tag):
+            grad_RD = ctx.exchange.send_rows(grad_RD, output_splits, input_splits)
+        return grad_RD, None, None, None, None
 
 
 def all_to_all_v(
@@ -224,7 +229,7 @@ class InFlight:
     """
 
     def __init__(self, exchange: Exchange, splits: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
-        self.exchange, self.splits = exchange, splits
+        self.exchange, self.splits, self.tag = exchange, splits, current_tag()
         self.rows: Transfer | None = None
         self.gradients: Transfer | None = None
         self.token: torch.Tensor | None = None
@@ -261,7 +266,8 @@ class _Wait(torch.autograd.Function):
         (empty,) = ctx.saved_tensors
         in_flight = ctx.in_flight
         input_splits, output_splits = in_flight.splits
-        in_flight.gradients = in_flight.exchange.start_rows(grad_outputs[0], output_splits, input_splits)
+        with tag(in_flight.tag):
+            in_flight.gradients = in_flight.exchange.start_rows(grad_outputs[0], output_splits, input_splits)
         return empty, None
 
 

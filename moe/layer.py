@@ -5,8 +5,8 @@
 The split, the groups, the meter and the timer come in from outside; no engine is needed.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from moe.exchange import DistExchange, SoloExchange
 from moe.experts import Experts, SwiGLU
 from moe.groups import Groups
 from moe.meter import LoadMeter
+from moe.naming import forward_phase, in_backward, tag
 from moe.placement import Split, check_homes, even_split, home_slots
 from moe.recompute import Route, current_memory
 from moe.timing import no_timer
@@ -44,7 +45,8 @@ class MoELayer(nn.Module):
     every
               rank, -1 = empty; None puts them in the order of the experts;
     split:    (counts_PE, slot_to_expert_S) -> rows_PS, the share of every slot in this batch;
-    meter:    LoadMeter that the layer reports to;  timer: phase -> context manager.
+    meter:    LoadMeter that the layer reports to;  timer: part of the forward -> context manager;
+    layer_id: what errors, the ledger and the watch call it; None = its number with the meter, else 0.
 
     >>> _ = torch.manual_seed(0)
     >>> layer = MoELayer(MoEConfig(), Topology())
@@ -66,6 +68,7 @@ class MoELayer(nn.Module):
         split: Split = even_split,
         meter: LoadMeter | None = None,
         timer: Callable[[str], AbstractContextManager[None]] = no_timer,
+        layer_id: int | None = None,
     ) -> None:
         nn.Module.__init__(self)  # by name: an engine's class may stand between in a subclass
         router = config.router
@@ -87,7 +90,8 @@ class MoELayer(nn.Module):
         zeros_E = torch.zeros(router.num_experts, dtype=torch.int64)
         self.register_buffer("previous_counts_E", zeros_E)
         self.register_buffer("running_counts_E", zeros_E.clone(), persistent=False)
-        self.layer_id = meter.register(self, router.num_experts) if meter is not None else 0
+        self.meter_row = meter.register(self, router.num_experts) if meter is not None else 0
+        self.layer_id = self.meter_row if layer_id is None else layer_id
 
     def forward(
         self, x: torch.Tensor, token_mask_T: torch.Tensor | None = None
@@ -104,39 +108,54 @@ class MoELayer(nn.Module):
         self.router.check(x_TD, token_mask_T)
         if token_mask_T is not None:  # padding may hold NaN, which 0 * NaN would carry into gradients
             x_TD = torch.where(token_mask_T[:, None], x_TD, 0.0)
+        with forward_phase():
+            routing, counts_PE, global_counts_E = self._route(x_TD, token_mask_T)
+            with self._part("split"):
+                rows_PS = self.split(counts_PE, self.slot_to_expert_S)
+                check_split(rows_PS, counts_PE, self.slot_to_expert_S)
+            y_TD, rows = self._experts(x_TD, routing, rows_PS)
+        num_sequences = x.shape[0] if x.ndim == 3 else 1
+        aux_loss = self.auxiliary_loss(routing, global_counts_E, rows=rows, num_sequences=num_sequences)
+        return y_TD.view_as(x), aux_loss
+
+    def _route(
+        self, x_TD: torch.Tensor, token_mask_T: torch.Tensor | None
+    ) -> tuple[Routing, np.ndarray, torch.Tensor]:
+        """Routing and counts of all ranks; those of the first forward where a checkpoint runs it again."""
         memory = current_memory()
         route = memory.replay() if memory is not None and memory.replaying else None
-        with self.timer("route"):
+        with self._part("route"):
             routing = self.router.route(x_TD, token_mask_T, None if route is None else route.expert_TK)
-        with self.timer("counts"):
-            if route is not None:
-                counts_PE, global_counts_E = route.counts_PE, route.counts_E
-            else:
-                counts_PE, global_counts_E = self.gather_counts(routing)
-            rows_PS = self.split(counts_PE, self.slot_to_expert_S)
-            check_split(rows_PS, counts_PE, self.slot_to_expert_S)
-        if memory is not None and route is None:
+        if route is not None:
+            return routing, route.counts_PE, route.counts_E
+        with self._part("counts"):
+            counts_PE, global_counts_E = self.gather_counts(routing)
+        if memory is not None:
             expert_TK = routing.expert_N.view(routing.num_tokens, self.config.router.top_k)
             memory.routes.append(Route(expert_TK=expert_TK, counts_PE=counts_PE, counts_E=global_counts_E))
+        return routing, counts_PE, global_counts_E
+
+    def _experts(self, x_TD: torch.Tensor, routing: Routing, rows_PS: np.ndarray) -> tuple[torch.Tensor, int]:
+        """Dispatch, experts (the shared one while the rows are in flight), combine; and the rows received."""
         shared: list[torch.Tensor] = []
-        with self.timer("dispatch"):
+        before = self.config.weight_position == "before"
+        with self._part("dispatch"):
             rows_RD, handle = dispatch(
                 x_TD, routing, rows_PS, self.slot_to_expert_S, self.groups.ep, self._meanwhile(x_TD, shared)
             )
-        before = self.config.weight_position == "before"
-        with self.timer("experts"):
             weight_R = dispatch_weights(handle) if before else None
+        with self._part("experts"):
             rows_per_home = handle.rows_per_local_slot[self._home_slots]
             rows_RD = self.experts(rows_RD, rows_per_home, weight_R)
-        with self.timer("combine"):
+        with self._part("combine"):
             y_TD = combine(rows_RD, handle, weighted=not before)
-        if shared:
-            y_TD = y_TD + shared[0]
-        num_sequences = x.shape[0] if x.ndim == 3 else 1
-        aux_loss = self.auxiliary_loss(
-            routing, global_counts_E, rows=rows_RD.shape[0], num_sequences=num_sequences
-        )
-        return y_TD.view_as(x), aux_loss
+        return (y_TD + shared[0] if shared else y_TD), rows_RD.shape[0]
+
+    @contextmanager
+    def _part(self, name: str) -> Iterator[None]:
+        """A part of the forward: timed, and its collectives tagged, "layer 3 dispatch"."""
+        with tag(f"layer {self.layer_id} {name}"), self.timer(name):
+            yield
 
     def _meanwhile(self, x_TD: torch.Tensor, shared: list[torch.Tensor]) -> Callable[[], None] | None:
         """The shared expert, computed while the rows are in flight; None where there is none."""
@@ -173,7 +192,7 @@ class MoELayer(nn.Module):
     ) -> torch.Tensor:
         """Balance loss in the configured scope and z-loss, weighted and summed; reports both to the meter."""
         router = self.config.router
-        counting = self.training and torch._C._current_graph_task_id() == -1  # in a backward: recomputation
+        counting = self.training and not in_backward()  # in a backward: recomputation
         mask_T = routing.token_mask_T
         probs_TE = losses.router_probs(routing.logits_TE, router.score)
         if router.balance_scope == "sequence":
@@ -185,7 +204,7 @@ class MoELayer(nn.Module):
         z_sum = losses.z_loss(routing.logits_TE, mask_T)
         if counting and self.meter is not None:
             self.meter.record(
-                self.layer_id,
+                self.meter_row,
                 routing.demand_E,
                 rows=rows,
                 balance_sum=balance,

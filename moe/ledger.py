@@ -11,17 +11,13 @@ per tensor operation, copies nothing and never synchronises. Why that key: it li
 every device, and no context removes it. An override at the autograd keys misses what runs under
 torch.inference_mode, and what runs on a device that nobody listed.
 
-The bytes are logical; moe/traffic.py has the formulas. The phase is set by those who know it (`phase`,
-`forward_phase`), and inside a backward it is "backward" unless it was set to "recompute". Phases and tags
-belong to a thread: on CUDA the backward runs in threads of its own, so a tag for it is set inside the
-autograd function. Not seen: replays of a CUDA graph, which issue no operator, and backends called without
-their group.
+The bytes are logical; moe/traffic.py has the formulas. Phase and tag come from moe/naming.py. Not seen:
+replays of a CUDA graph, which issue no operator, and backends called without their group.
 """
 
-import contextvars
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -30,45 +26,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from moe.naming import current_phase, current_tag
 from moe.traffic import MEASURES, Measure
 
-_PHASE: contextvars.ContextVar[str] = contextvars.ContextVar("phase", default="other")
-_TAG: contextvars.ContextVar[str] = contextvars.ContextVar("tag", default="")
-_HIDDEN: contextvars.ContextVar[bool] = contextvars.ContextVar("hidden", default=False)
-
-
-@contextmanager
-def _set(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
-
-
-def phase(name: str) -> Any:
-    """Collectives inside this context belong to a phase: forward, backward, recompute, optimizer, other...
-
-    Inside a backward only "recompute" holds; any other name gives way to "backward" there.
-    Raises ValueError for an empty name.
-    """
-    if not name:
-        raise ValueError("phase name is empty; use forward, backward, recompute, optimizer or your own")
-    return _set(_PHASE, name)
-
-
-def forward_phase() -> Any:
-    """Phase of a layer's forward: "forward", or "recompute" where a backward runs it again."""
-    return _set(_PHASE, "recompute" if _in_backward() else "forward")
-
-
-def tag(name: str) -> Any:
-    """Collectives inside this context carry this tag, for example "layer 3 dispatch"; the innermost holds."""
-    return _set(_TAG, name)
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+_HIDDEN: ContextVar[bool] = ContextVar("hidden", default=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,8 +139,11 @@ class CommLedger:
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         row_P = torch.from_numpy(self.bytes_to_rank(world_size, entries)).to(device)
         bytes_PP = row_P.new_empty(world_size, world_size)
-        with _set(_HIDDEN, True):
+        token = _HIDDEN.set(True)
+        try:
             dist.all_gather(list(bytes_PP.unbind()), row_P)
+        finally:
+            _HIDDEN.reset(token)
         return bytes_PP.cpu().numpy()
 
     def _held(self, entries: Iterable[Entry] | None) -> Iterable[Entry]:
@@ -229,9 +193,6 @@ def _no_formula(name: str, args: Sequence[Any], size: int, rank: int) -> Any:
 
 def _entry(name: str, measure: Measure, args: Sequence[Any], group: dist.ProcessGroup) -> Entry:
     traffic = measure(args, group.size(), group.rank())
-    current = _PHASE.get()
-    if current != "recompute" and _in_backward():
-        current = "backward"
     return Entry(
         op=name,
         ranks=tuple(dist.get_process_group_ranks(group)),
@@ -242,6 +203,6 @@ def _entry(name: str, measure: Measure, args: Sequence[Any], group: dist.Process
         sent_bytes=sum(traffic.sent_to),
         received_bytes=traffic.received,
         sent_to=traffic.sent_to,
-        phase=current,
-        tag=_TAG.get(),
+        phase=current_phase(),
+        tag=current_tag(),
     )

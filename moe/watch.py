@@ -5,7 +5,7 @@ failed:
 
     with Watch(run_folder / "watch", rank, world_size) as watch:
         exchange = WatchedExchange(DistExchange(group), watch)
-        with operation_name("layer 3 dispatch"):
+        with tag("layer 3 dispatch"):
             exchange.send_rows(...)    a dead peer: RankLostError "rank 1 (pid 7 on a): its process is gone"
 
 A record has three areas of fixed size, each with its checksum and its one writer, so no lock is needed and a
@@ -28,7 +28,6 @@ import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,8 +36,8 @@ import torch
 import torch.distributed as dist
 
 from moe.exchange import Exchange, Transfer
+from moe.naming import current_tag, in_backward
 
-_NAME: ContextVar[str] = ContextVar("operation_name", default="")
 _BEAT, _OPERATION, _STATE, _END = 0, 512, 768, 2048
 _MISSED_BEATS = 4  # one or two are late on a loaded machine
 # what the messages of gloo, NCCL and the stores have in common; gloo raises a plain RuntimeError
@@ -101,21 +100,6 @@ class Finding:
 
 SURE = ("raised", "gone", "stopped", "silent", "left")
 LIKELY = ("absent", "elsewhere")
-
-
-@contextmanager
-def operation_name(name: str) -> Iterator[None]:
-    """Exchanges inside are called by this name, for example "layer 3 dispatch"."""
-    token = _NAME.set(name)
-    try:
-        yield
-    finally:
-        _NAME.reset(token)
-
-
-def current_operation() -> str:
-    """The name set by the innermost `operation_name`, "" outside of any."""
-    return _NAME.get()
 
 
 def is_exchange_error(error: BaseException) -> bool:
@@ -328,7 +312,7 @@ class Watch:
 class WatchedExchange:
     """An exchange whose calls are recorded, and whose failures say which rank is at fault.
 
-    The name of a call comes from `operation_name`, else it is the method's; " forward" or " backward" follows
+    The name of a call comes from `moe.naming.tag`, else it is the method's; " forward" or " backward" follows
     (a forward that is recomputed inside a backward counts as backward). Other attributes are the wrapped
     one's: a further collective among them belongs under `watch.guard`, both its start and its wait.
     """
@@ -414,8 +398,7 @@ def _area(raw: bytes, offset: int) -> str | None:
 
 
 def _called(method: str) -> str:
-    phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
-    return f"{_NAME.get() or method} {phase}"
+    return f"{current_tag() or method} {'backward' if in_backward() else 'forward'}"
 
 
 def _process(record: Record) -> str:

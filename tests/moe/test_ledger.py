@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from moe import MoEConfig, MoELayer, Topology
-from moe.ledger import CommLedger, forward_phase, phase, tag
+from moe.ledger import CommLedger
+from moe.naming import forward_phase, phase, tag
 from moe.placement import even_split
+from moe.recompute import checkpoint
 from moe.testing import RankFailedError, run_ranks
 from moe.traffic import MEASURES
 from routing import RouterConfig
@@ -149,16 +150,14 @@ def layer_rank(rank, world, dtype_name, recompute):
 
     config = MoEConfig(router=RouterConfig(d_model=WIDTH, num_experts=EXPERTS, top_k=2), expert_hidden=14)
     torch.manual_seed(3)
-    layer = MoELayer(config, Topology(world_size=world, ep_size=world, rank=rank), split=split).to(dtype)
+    layer = MoELayer(
+        config, Topology(world_size=world, ep_size=world, rank=rank), split=split, layer_id=3
+    ).to(dtype)
     tokens = (7, 0, 19, 5)[rank]
     x = torch.randn(tokens, WIDTH, generator=torch.Generator().manual_seed(rank)).to(dtype).requires_grad_()
 
-    def forward(x):
-        with forward_phase(), tag("layer"):
-            return layer(x)
-
     with CommLedger() as ledger:
-        y, aux = checkpoint(forward, x, use_reentrant=False) if recompute else forward(x)
+        y, aux = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
         ((y.float() ** 2).sum() + aux.float()).backward()
         matrix = ledger.matrix(world)
         entries = ledger.take()
@@ -175,18 +174,20 @@ def expected_layer(rows_PP, rank, element, recompute):
     row = WIDTH * element
     counts = (EXPERTS + 1) * 8 * (world - 1)
 
-    def forward(name):
+    def exchanges(name):
         return [
-            (name, "allgather_base", counts, counts, (), "layer"),
-            (name, "alltoall_base", away * row, home * row, tuple(out), "layer"),
-            (name, "alltoall_base", home * row, away * row, tuple(into), "layer"),
+            (name, "alltoall_base", away * row, home * row, tuple(out), "layer 3 dispatch"),
+            (name, "alltoall_base", home * row, away * row, tuple(into), "layer 3 combine"),
         ]
 
+    gather = [("forward", "allgather_base", counts, counts, (), "layer 3 counts")]
     backward = [  # of combine, then of dispatch
-        ("backward", "alltoall_base", away * row, home * row, tuple(out), ""),
-        ("backward", "alltoall_base", home * row, away * row, tuple(into), ""),
+        ("backward", "alltoall_base", away * row, home * row, tuple(out), "layer 3 combine"),
+        ("backward", "alltoall_base", home * row, away * row, tuple(into), "layer 3 dispatch"),
     ]
-    return forward("forward"), forward("recompute") if recompute else [], backward
+    # the second forward stops once it has what the backward wants: it never asks for counts
+    recomputed = exchanges("recompute") if recompute else []
+    return gather + exchanges("forward") + recomputed + backward
 
 
 @pytest.mark.dist
@@ -197,8 +198,7 @@ def test_a_layers_bytes_equal_the_routing_matrix(world, dtype, element):
     for rank, (rows, fields, matrix) in enumerate(results):
         rows_PP = np.array(rows)
         assert len(set(rows_PP.reshape(-1).tolist())) > 2, "the routing is uneven"
-        first, _, last = expected_layer(rows_PP, rank, element, False)
-        assert fields == first + last
+        assert fields == expected_layer(rows_PP, rank, element, False)
         assert matrix == results[0][2]
         total[rank, (rank + 1) % world] += (EXPERTS + 1) * 8 * (world - 1)
         # dispatch and its backward, combine and its backward: each way twice
@@ -208,11 +208,9 @@ def test_a_layers_bytes_equal_the_routing_matrix(world, dtype, element):
 
 
 @pytest.mark.dist
-def test_a_recomputed_forward_has_its_own_phase():
-    for _, fields, _ in run_ranks(layer_rank, 2, "float32", True):
-        phases = [field[0] for field in fields]
-        assert phases[:3] == ["forward"] * 3
-        assert "recompute" in phases[3:] and phases.count("backward") == 2
+def test_a_recomputed_forward_has_its_own_phase_and_no_second_gather_of_counts():
+    for rank, (rows, fields, _) in enumerate(run_ranks(layer_rank, 2, "float32", True)):
+        assert fields == expected_layer(np.array(rows), rank, 4, True)
 
 
 class Reduced(torch.autograd.Function):

@@ -9,7 +9,6 @@ import subprocess
 import time
 import zlib
 from contextlib import contextmanager, suppress
-from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,21 +17,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import moe.exchange
 import moe.watch
 from moe.config import MoEConfig
 from moe.exchange import DistExchange, SoloExchange
 from moe.groups import Groups
 from moe.layer import MoELayer
+from moe.naming import current_tag, tag
 from moe.topology import Topology
 from moe.watch import (
     RankLostError,
     Record,
     Watch,
     WatchedExchange,
-    current_operation,
     is_exchange_error,
-    operation_name,
     read_record,
 )
 from routing.config import RouterConfig
@@ -74,23 +71,6 @@ class Saboteur(DistExchange):
         return super().start_rows(*args, **kwargs)
 
 
-def carry_names():
-    """Give the backward of an exchange the name that its forward had (as the layer's exchange op does)."""
-
-    def carried(node):
-        forward, backward = node.forward, node.backward
-
-        def named_forward(ctx, *args):
-            ctx.names = copy_context()
-            return forward(ctx, *args)
-
-        node.forward = staticmethod(named_forward)
-        node.backward = staticmethod(lambda ctx, *grads: ctx.names.run(backward, ctx, *grads))
-
-    carried(moe.exchange._AllToAllV)
-    carried(moe.exchange._Wait)
-
-
 def train(deed: Deed, watch: Watch, folder: Path) -> None:
     """Three steps of two layers; every exchange inside is named by layer and part."""
     torch.manual_seed(0)
@@ -99,10 +79,7 @@ def train(deed: Deed, watch: Watch, folder: Path) -> None:
     config = MoEConfig(router=router, expert_hidden=8, shared_hidden=deed.shared_hidden)
     topology = Topology(world_size=deed.world, ep_size=deed.world, rank=exchange.rank)
     groups = Groups(ep=exchange, edp=SoloExchange())
-    layers = [MoELayer(config, topology, groups=groups) for _ in range(2)]
-    for number, layer in enumerate(layers):
-        layer.layer_id = number
-        layer.timer = lambda part, number=number: operation_name(f"layer {number} {part}")
+    layers = [MoELayer(config, topology, groups=groups, layer_id=number) for number in range(2)]
     for step in range(3):
         watch.step(step)
         x = torch.randn(20, 16)
@@ -115,7 +92,6 @@ def train(deed: Deed, watch: Watch, folder: Path) -> None:
 
 def rank_main(rank: int, deed: Deed, folder: Path) -> None:
     torch.set_num_threads(1)
-    carry_names()
     begun = time.monotonic()
     try:
         with Watch(folder / "watch", rank, deed.world, interval_s=0.2) as watch:
@@ -459,8 +435,8 @@ def test_a_watched_exchange_gives_what_the_exchange_gives_and_records_first(tmp_
         with pytest.raises(AttributeError, match="missing"):
             _ = exchange.missing
         rows = torch.randn(3, 2)
-        with operation_name("layer 3 dispatch"):
-            assert current_operation() == "layer 3 dispatch"
+        with tag("layer 3 dispatch"):
+            assert current_tag() == "layer 3 dispatch"
             assert torch.equal(exchange.send_rows(rows, [3], [3]), rows)
             assert read_record(tmp_path, 0).operation == "layer 3 dispatch forward"
             assert torch.equal(exchange.start_rows(rows, [3], [3]).wait(), rows)
