@@ -168,7 +168,7 @@ def training_layout() -> dict[str, dict[str, list[str]]]:
 
     Balance: balance/{balancedness_mean,balancedness_sum,max_violation,entropy,dead_experts},
     balance/layer_NN. Loss: loss/{total,ce,balance,z}, bpb/valid/DOMAIN, optim/{lr,grad_norm}. Speed:
-    time_ms/PHASE, speed/tokens_per_s.
+    time_ms/PHASE, speed/tokens_per_s, comm/PHASE_mib.
     """
     return {
         "Balance": {
@@ -189,6 +189,7 @@ def training_layout() -> dict[str, dict[str, list[str]]]:
         "Speed": {
             "tokens per second": ["^speed/tokens_per_s$"],
             "time per phase, ms": [f"^time_ms/({'|'.join(_PHASES)})$"],
+            "sent per phase, MiB a step": ["^comm/[a-z]+_mib$"],
         },
     }
 

@@ -1,10 +1,11 @@
-"""Heat map of the expert load, layers x experts, as an image for the dashboard.
+"""Heat maps as images for the dashboard: the expert load, layers x experts; the traffic, ranks x ranks.
 
 Beside `balancer/dashboard.py`, which writes it to TensorBoard: one picture instead of a curve for every
 expert of every layer. matplotlib (colours and text) is imported on use.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,15 @@ _DPI = 100
 # The colours span this many doublings to each side of the fair share: 1/8 to 8 times.
 _DOUBLINGS = 3
 _SCALE_LABELS = (">= 8", "4", "2", "1", "1/2", "1/4", "<= 1/8")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Axes:
+    """What stands beside the rows, under the columns and under the scale of colours."""
+
+    row: str
+    column: str
+    scale: str
 
 
 def load_heatmap(tokens_per_expert_LE: ArrayLike, *, num_ranks: int | None = None) -> NDArray[np.uint8]:
@@ -40,7 +50,31 @@ def load_heatmap(tokens_per_expert_LE: ArrayLike, *, num_ranks: int | None = Non
     relative_LE = load_shares(load_LE) * load_LE.shape[1]
     doublings_LE = np.log2(np.maximum(relative_LE, 2.0 ** -(_DOUBLINGS + 1)))
     title = _heatmap_title(tokens_per_expert_LE, load_LE, num_ranks)
-    return _draw_heatmap(doublings_LE, title)
+    return _draw_heatmap(doublings_LE, title, _Axes(row="layer", column="expert", scale="load / fair share"))
+
+
+def traffic_heatmap(bytes_PP: ArrayLike) -> NDArray[np.uint8]:
+    """Draw what the ranks send to one another as an image.
+
+    bytes_PP: [P, P] bytes a step from rank (row) to rank (column). Returns [H, W, 3] uint8: the colour
+    (cividis, on a scale of doublings that is the same at every step) is the amount over the mean of all pairs
+    of two ranks, from 1/8 and less to 8 and more; the diagonal, and all of it where nothing is sent, is
+    white. Raises ValueError for another shape, and for what is negative or not finite.
+    """
+    traffic_PP = np.asarray(bytes_PP, dtype=np.float64)
+    if traffic_PP.ndim != 2 or traffic_PP.shape[0] != traffic_PP.shape[1] or traffic_PP.size == 0:
+        raise ValueError(f"bytes_PP has shape {traffic_PP.shape}, expected [P, P] with one rank or more")
+    if not np.isfinite(traffic_PP).all() or (traffic_PP < 0).any():
+        raise ValueError("bytes_PP must be finite and 0 or more: bytes from rank to rank")
+    pair_PP = ~np.eye(traffic_PP.shape[0], dtype=bool)
+    mean = traffic_PP[pair_PP].mean() if pair_PP.any() else 0.0
+    relative_PP = np.full(traffic_PP.shape, np.nan)
+    if mean > 0:
+        relative_PP[pair_PP] = np.maximum(traffic_PP[pair_PP] / mean, 2.0 ** -(_DOUBLINGS + 1))
+    largest, total = traffic_PP.max() / 2**20, traffic_PP.sum() / 2**20
+    title = f"sent a step: {total:.3g} MiB in all, {largest:.3g} MiB the largest pair"
+    axes = _Axes(row="from", column="to rank", scale="bytes / mean pair")
+    return _draw_heatmap(np.log2(relative_PP), title, axes)
 
 
 def _heatmap_title(counts_LE: ArrayLike, load_LE: NDArray[np.float64], num_ranks: int | None) -> str:
@@ -53,7 +87,7 @@ def _heatmap_title(counts_LE: ArrayLike, load_LE: NDArray[np.float64], num_ranks
     )
 
 
-def _draw_heatmap(doublings_LE: NDArray[np.float64], title: str) -> NDArray[np.uint8]:
+def _draw_heatmap(doublings_LE: NDArray[np.float64], title: str, axes: _Axes) -> NDArray[np.uint8]:
     """Paint the cells as pixels and let matplotlib set the text only: its axes take 100 ms, this a third."""
     num_layers, num_experts = doublings_LE.shape
     # whole pixels a cell: else some rows and columns look thicker than others
@@ -63,15 +97,15 @@ def _draw_heatmap(doublings_LE: NDArray[np.float64], title: str) -> NDArray[np.u
     height, width = num_layers * cell_h, num_experts * cell_w
     ramp = np.linspace(_DOUBLINGS, -_DOUBLINGS, height)[:, None]
     scale_x = left + width + 16
-    texts = [(left, top - 12, title, "left"), (left + width // 2, top + height + 34, "expert", "center")]
+    texts = [(left, top - 12, title, "left"), (left + width // 2, top + height + 34, axes.column, "center")]
     texts += [
         (left + (2 * e + 1) * cell_w // 2, top + height + 14, str(e), "center") for e in _ticks(num_experts)
     ]
     texts += [(left - 8, top + (2 * k + 1) * cell_h // 2, str(k), "right") for k in _ticks(num_layers)]
-    texts += [(left - 8, top - 12, "layer", "right")]
+    texts += [(left - 8, top - 12, axes.row, "right")]
     for i, label in enumerate(_SCALE_LABELS):
         texts.append((scale_x + 20, top + i * (height - 1) // (len(_SCALE_LABELS) - 1), label, "left"))
-    texts.append((scale_x + 7, top + height + 34, "load / fair share", "center"))
+    texts.append((scale_x + 7, top + height + 34, axes.scale, "center"))
     image = _set_text(texts, top + height + bottom, left + width + right)
     image[top : top + height, left : left + width] = (
         _colours(doublings_LE).repeat(cell_h, axis=0).repeat(cell_w, axis=1)

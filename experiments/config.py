@@ -44,7 +44,9 @@ RESUMABLE_WHY: dict[str, str] = {
     "train.valid_every": "only how often validation runs",
     "train.checkpoint_every": "only how often the run is saved",
     "train.keep_checkpoints": "only how many checkpoints stay on disk",
-    "train.heatmap_every": "only how often the loads are drawn",
+    "train.heatmap_every": "only how often loads and traffic are drawn",
+    "train.timeout_s": "only how long a rank waits for the others",
+    "train.ledger": "only whether traffic is recorded",
     "train.export": "only whether the final model is also written as safetensors",
 }
 RESUMABLE: frozenset[str] = frozenset(RESUMABLE_WHY)

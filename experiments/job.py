@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from experiments.allocator import keep_memory
 from moe import Groups, Topology, make_groups, zero
 
 
@@ -39,6 +40,8 @@ def start_job(ep_size: int) -> Job:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
+    else:
+        keep_memory()
     zero.init_distributed("nccl" if on_gpu else "gloo")
     topology = Topology(world_size=dist.get_world_size(), ep_size=ep_size, rank=dist.get_rank())
     return Job(topology=topology, groups=make_groups(topology), device=device)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from balancer.dashboard import Dashboard, training_layout
-from balancer.heatmap import load_heatmap
+from balancer.heatmap import load_heatmap, traffic_heatmap
 from balancer.jsonl import JsonlSink
 from balancer.metrics import (
     balancedness,
@@ -20,6 +20,7 @@ from balancer.metrics import (
     violation_floor,
 )
 from balancer.trace import TraceWriter
+from experiments.communication import Traffic
 from experiments.config import Config
 from experiments.rundir import RunDir
 from moe import LoadSample
@@ -71,6 +72,10 @@ class Recorder:
         self.board.image(
             sample.step, "load/experts", load_heatmap(sample.tokens_per_expert_LE, num_ranks=self._ep_size)
         )
+
+    def traffic(self, step: int, traffic: Traffic) -> None:
+        """What the ranks send to one another in a step as an image, ranks x ranks."""
+        self.board.image(step, "comm/ranks", traffic_heatmap(traffic.bytes_PP))
 
     def validation(self, step: int, bits: Mapping[str, float]) -> None:
         """Bits per byte of every domain, and their mean."""

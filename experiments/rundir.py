@@ -8,6 +8,7 @@ runs/tiny-1/
   loads/            the load trace: tokens per expert of every step and layer
   tb/               TensorBoard's view of the above
   checkpoints/      step-00000100/ ...: engine/, model.safetensors, manifest.json
+  watch/            what each rank did last (moe/watch.py); not with a single rank
 """
 
 import fcntl

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from experiments import checkpoint, rundir
+from experiments.communication import Communication
 from experiments.config import Config
 from experiments.corpus import Corpus
 from experiments.data import load_corpus
@@ -28,10 +29,11 @@ from experiments.job import Job, decide_on_main
 from experiments.progress import Progress
 from experiments.records import Recorder
 from experiments.rundir import RunDir
+from experiments.watching import Watching, add_hint, limit_waits
 from moe import LoadMeter, NonFiniteRouterError, zero
 from moe.model import Transformer
-from moe.permute import warm
 from moe.timing import PhaseTimer
+from moe.warmup import warm
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -47,6 +49,8 @@ class Trainer:
     run: RunDir
     meter: LoadMeter
     timer: PhaseTimer
+    communication: Communication
+    watch: Watching
     model: Transformer
     engine: Any
     windows: dict[str, Any]
@@ -118,7 +122,9 @@ def open_run(
     return run
 
 
-def build(config: Config, job: Job, settings: dict[str, Any], corpus: Corpus, run: RunDir) -> Trainer:
+def build(
+    config: Config, job: Job, settings: dict[str, Any], corpus: Corpus, run: RunDir, watch: Watching
+) -> Trainer:
     """Model, meter, timer and engine."""
     lock = lock_on_main(job, run)
     meter = LoadMeter(job.world_size, job.rank)
@@ -126,7 +132,7 @@ def build(config: Config, job: Job, settings: dict[str, Any], corpus: Corpus, ru
     model = Transformer(
         config.model,
         job.topology,
-        groups=job.groups,
+        groups=watch.groups(job.groups),
         meter=meter,
         timer=timer,
         layer_class=zero.ZeroMoELayer,
@@ -135,6 +141,7 @@ def build(config: Config, job: Job, settings: dict[str, Any], corpus: Corpus, ru
     if job.device.type == "cpu":
         warm(DTYPES[config.model.dtype])  # compile before the first step, not within it
     engine = zero.make_engine(model, settings, config.train.weight_decay)
+    limit_waits(config.train.timeout_s)  # the engine's own groups too
     return Trainer(
         config=config,
         job=job,
@@ -143,6 +150,8 @@ def build(config: Config, job: Job, settings: dict[str, Any], corpus: Corpus, ru
         run=run,
         meter=meter,
         timer=timer,
+        communication=Communication(job.world_size, job.rank, on=config.train.ledger),
+        watch=watch,
         model=model,
         engine=engine,
         windows=validation_windows(config, corpus),
@@ -182,6 +191,7 @@ def open_records(trainer: Trainer, resumed_at: int | None) -> None:
     """Open the records on rank 0, and tell what is about to happen."""
     decide_on_main(trainer.job, lambda: _open_on_main(trainer, resumed_at))
     trainer.logged_at, trainer.logged_step = time.perf_counter(), resumed_at or 0
+    trainer.meter.next_step = (resumed_at or 0) + 1  # statistics fall due in the steps that they would have
 
 
 def _open_on_main(trainer: Trainer, resumed_at: int | None) -> None:
@@ -219,6 +229,8 @@ def record_step(trainer: Trainer, outcome: Any, progress: Progress) -> None:
         records.load(outcome.sample)
         if train.heatmap_every and (step % train.heatmap_every == 0 or step == 1):
             records.heatmap(outcome.sample)
+            if outcome.traffic is not None and trainer.job.world_size > 1:
+                records.traffic(step, outcome.traffic)
     if step % train.log_every and step != train.steps and not outcome.stop:
         return
     now, steps = time.perf_counter(), step - trainer.logged_step
@@ -234,6 +246,8 @@ def record_step(trainer: Trainer, outcome: Any, progress: Progress) -> None:
         "optim/grad_norm": outcome.grad_norm,
         "speed/tokens_per_s": rate,
     }
+    if outcome.traffic is not None:
+        values |= outcome.traffic.scalars()
     scalars = records.step(outcome.sample, values, times)
     figures = {
         "loss": f"{outcome.ce:.3f}",
@@ -302,6 +316,8 @@ def check_finite(trainer: Trainer, step: int) -> None:
 
 def note_error(trainer: Trainer, error: BaseException) -> None:
     """Leave the reason in the run's own records, where the next reader looks."""
+    trainer.watch.raised(error)
+    add_hint(error, trainer.last_good())
     if trainer.records is not None:
         trainer.records.event(max(0, trainer.records.loads.last_step), "error", message=str(error))
 

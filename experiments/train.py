@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_NOT_FINITE = 3
+EXIT_RANK_LOST = 4
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -136,6 +137,7 @@ def _run_rank(args: argparse.Namespace) -> int:
     # DeepSpeed still calls collectives by names that this torch has renamed
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     from moe import NonFiniteRouterError
+    from moe.watch import RankLostError
 
     rank = int(os.environ["RANK"])
     try:
@@ -147,6 +149,9 @@ def _run_rank(args: argparse.Namespace) -> int:
     except (NonFiniteRouterError, FloatingPointError) as error:
         sys.stderr.write(f"counterpoise: error: {error}\n")  # in one piece: every rank says it
         return EXIT_NOT_FINITE
+    except RankLostError as error:
+        sys.stderr.write(f"counterpoise: error: {error}\n")  # the trace of a victim says nothing
+        return EXIT_RANK_LOST
     except Exception:
         traceback.print_exc()
         return EXIT_FAILED
@@ -182,28 +187,32 @@ def train(args: argparse.Namespace) -> int:
         # heavy imports stand here, so that --help and a wrong setting answer at once
         from experiments import session
         from experiments.job import check_same, decide_on_main, do_on_all, start_job
+        from experiments.watching import limit_waits, open_watch
 
         config, resumed = read_settings(args)
         world_size = int(os.environ.get("WORLD_SIZE", "0"))
         job = start_job(check_world(config, world_size))
+        limit_waits(config.train.timeout_s)
         settings = engine_settings(args, config, resumed, world_size)
         corpus = do_on_all(job, lambda: session.read_corpus(config))
         check_same(job, "the corpus (sha256)", corpus.sha256)
         session.check_memory(config, job, settings)
         run = decide_on_main(job, lambda: session.open_run(args, config, settings, resumed, corpus, job))
 
-        trainer = session.build(config, job, settings, corpus, run)
-        start = session.restore(trainer) if resumed else 0
-        session.open_records(trainer, resumed_at=start if resumed else None)
-        try:
-            return run_steps(trainer, start, stop)
-        except Exception as error:
-            session.note_error(trainer, error)
-            if isinstance(error, ValueError):  # no user's mistake any more: it deserves its traceback
-                raise RuntimeError(f"error in a step: {error}") from error
-            raise
-        finally:
-            session.close(trainer)
+        with open_watch(job, run.path / "watch") as watch:
+            trainer = session.build(config, job, settings, corpus, run, watch)
+            start = session.restore(trainer) if resumed else 0
+            session.open_records(trainer, resumed_at=start if resumed else None)
+            try:
+                with trainer.communication:
+                    return run_steps(trainer, start, stop)
+            except Exception as error:
+                session.note_error(trainer, error)
+                if isinstance(error, ValueError):  # no user's mistake any more: it deserves its traceback
+                    raise RuntimeError(f"error in a step: {error}") from error
+                raise
+            finally:
+                session.close(trainer)
 
 
 def run_steps(trainer: "Trainer", start: int, stop: Any) -> int:
@@ -211,21 +220,24 @@ def run_steps(trainer: "Trainer", start: int, stop: Any) -> int:
     from experiments import session
     from experiments.evaluate import bits_per_token
     from experiments.progress import Progress
+    from moe.naming import phase
 
     train, job = trainer.config.train, trainer.job
     progress = Progress(start, train.steps, shown=job.is_main)
     step = start
     for step in range(start + 1, train.steps + 1):
+        trainer.watch.step(step)
         with trainer.timer("step"):
             outcome = train_step(trainer, step, stop.received)
         session.record_step(trainer, outcome, progress)
         last = step == train.steps or outcome.stop
         if _due(step, train.valid_every, last and not outcome.stop):
-            with trainer.naming(step):
+            with trainer.naming(step), phase("eval"), trainer.watch.guard("validation"):
                 bits = bits_per_token(trainer.engine, job, trainer.windows, train.micro_batch)
             session.record_validation(trainer, step, bits, progress)
         if _due(step, train.checkpoint_every, last):
-            session.save(trainer, step)
+            with phase("checkpoint"), trainer.watch.guard("checkpoint"):
+                session.save(trainer, step)
         if outcome.stop:
             break
     progress.close()
@@ -241,10 +253,11 @@ class StepOutcome:
     """What one optimizer step gave, the same on every rank.
 
     sample: LoadSample of the step;  ce, aux: nats per token of the global batch;  stop: somebody asked to
-    stop.
+    stop;  traffic: Traffic of the steps since the last report, None where this step reports none.
     """
 
     sample: Any
+    traffic: Any
     ce: float
     aux: float
     lr: float
@@ -261,10 +274,12 @@ def train_step(trainer: "Trainer", step: int, stop: bool) -> StepOutcome:
     """
     import torch
 
+    from experiments.communication import reports
     from experiments.data import global_batch
+    from moe.naming import phase
 
     config, job, engine, timer = trainer.config, trainer.job, trainer.engine, trainer.timer
-    train, length = config.train, config.model.seq_len
+    train, length, guard = config.train, config.model.seq_len, trainer.watch.guard
     lr = learning_rate(train, step)
     if lr is not None:
         for group in engine.optimizer.param_groups:
@@ -280,15 +295,18 @@ def train_step(trainer: "Trainer", step: int, stop: bool) -> StepOutcome:
             first = (micro * job.world_size + job.rank) * train.micro_batch
             tokens = global_batch(trainer.corpus, config.data, step, first, train.micro_batch, length)
             batch = torch.from_numpy(tokens).to(job.device, non_blocking=True)
-        with timer("forward"), trainer.naming(step):
+        with timer("forward"), trainer.naming(step), phase("forward"), guard("forward"):
             ce_sum, aux_sum = engine(batch[:, :-1], batch[:, 1:])
-        with timer("backward"):
+        with timer("backward"), phase("backward"), guard("backward"):
             engine.backward((ce_sum + aux_sum) * factor)
-        with timer("optimizer"):
+        with timer("optimizer"), phase("optimizer"), guard("optimizer step"):
             engine.step()
         sums_3[0] += ce_sum.detach()
         sums_3[1] += aux_sum.detach()
-    sample = trainer.meter.sample(step, sums_3)
+    trainer.communication.end_step()
+    figures_X = trainer.communication.figures(reports(train, step)).to(job.device)
+    with phase("sample"), guard("load sample"):
+        sample = trainer.meter.sample(step, torch.cat([sums_3, figures_X]))
     ce, aux = sample.extra_X[0] / global_tokens, sample.extra_X[1] / global_tokens
     if not math.isfinite(ce + aux):
         raise FloatingPointError(
@@ -300,6 +318,7 @@ def train_step(trainer: "Trainer", step: int, stop: bool) -> StepOutcome:
         raise FloatingPointError(f"step {step}: the gradient norm is not finite; {trainer.last_good()}")
     return StepOutcome(
         sample=sample,
+        traffic=trainer.communication.traffic(sample.extra_X[3:]),
         ce=float(ce),
         aux=float(aux),
         lr=lr,

@@ -66,6 +66,17 @@ class TrainConfig:
     heatmap_every: int = field(
         default=50, metadata={"help": "optimizer steps between two images of the expert loads; 50, 0 = none"}
     )
+    timeout_s: float = field(
+        default=600.0,
+        metadata={
+            "help": "seconds that a rank waits for the others before it gives up and says who is missing; "
+            "600, more where rank 0 needs longer to hash a checkpoint"
+        },
+    )
+    ledger: bool = field(
+        default=True,
+        metadata={"help": "record the bytes of every collective (comm/... in the metrics); about 1 % a step"},
+    )
     export: bool = field(
         default=True,
         metadata={"help": "checkpoints also hold the whole model as one safetensors file (to sample from)"},
@@ -97,6 +108,7 @@ class TrainConfig:
 
 _TRAIN_LEAST = {
     **dict.fromkeys(("steps", "micro_batch", "accumulation", "log_every", "valid_sequences"), 1),
+    **dict.fromkeys(("timeout_s",), 1),
     **dict.fromkeys(("keep_checkpoints",), 1),
     **dict.fromkeys(
         ("ep_size", "warmup_steps", "seed", "valid_every", "checkpoint_every", "heatmap_every"), 0

@@ -4,6 +4,7 @@ Start with `layer.py`, then `dispatch.py` and `exchange.py`; `reference.py` says
 """
 
 from moe.config import ModelConfig, MoEConfig
+from moe.ddp import prepare_ddp
 from moe.exchange import DistExchange, LoopbackWorld, SoloExchange
 from moe.groups import Groups, make_groups
 from moe.layer import MoELayer, NonFiniteRouterError
@@ -25,4 +26,5 @@ __all__ = [
     "SoloExchange",
     "Topology",
     "make_groups",
+    "prepare_ddp",
 ]

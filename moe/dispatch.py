@@ -20,12 +20,12 @@ from routing.record import Routing
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DispatchHandle:
-    """What combine must know of a dispatch. Opaque to everybody but `rows_per_local_slot`.
+    """What combine must know of a dispatch. Opaque to everybody but for the rows of every slot.
 
-    rows_per_local_slot: [s] int64 on the host, rows that each of this rank's slots received
+    rows_by_source_Ps: [P, s] int64 on the host, rows that each of this rank's slots received from each rank
     """
 
-    rows_per_local_slot: torch.Tensor
+    rows_by_source_Ps: torch.Tensor
     exchange: Exchange
     input_splits: tuple[int, ...]
     output_splits: tuple[int, ...]
@@ -46,15 +46,18 @@ def dispatch(
     slot_to_expert_S: np.ndarray,
     exchange: Exchange,
     meanwhile: Callable[[], None] | None = None,
+    *,
+    by_slot: bool = True,
 ) -> tuple[torch.Tensor, DispatchHandle]:
     """Send every routed copy to a slot of its expert.
 
     x_TD: [T, D] this rank's rows;  routing: their experts;  rows_PS: [P, S] int64 on the host, the rows that
     every source rank sends to every slot (the same array on all ranks);  slot_to_expert_S: [S] int64, slots
     contiguous by rank, -1 = empty;  meanwhile: work to do while the rows are in flight (its backward runs
-    while their gradients are). Returns rows_RD [R, D], in the order (local slot, source rank, token), and the
-    handle for combine. Raises ValueError where rows_PS does not fit the ranks, the slots or this rank's
-    counts.
+    while their gradients are);  by_slot: False leaves the rows as they arrive, in blocks by (source rank,
+    local slot), for experts that take them there.
+    Returns rows_RD [R, D], in the order (local slot, source rank, token), and the handle for combine. Raises
+    ValueError where rows_PS does not fit the ranks, the slots or this rank's counts.
     """
     num_ranks, num_slots = rows_PS.shape
     if num_ranks != exchange.size or num_slots % num_ranks or num_slots != slot_to_expert_S.shape[0]:
@@ -69,20 +72,22 @@ def dispatch(
     input_splits = tuple(rows_PS[exchange.rank].reshape(num_ranks, local).sum(axis=1).tolist())
     received_Ps = rows_PS[:, exchange.rank * local : (exchange.rank + 1) * local]
     output_splits = tuple(received_Ps.sum(axis=1).tolist())
-    if meanwhile is None:
+    if meanwhile is None or exchange.size == 1:
         arrived_RD = all_to_all_v(rows_ND, exchange, input_splits, output_splits)
+        if meanwhile is not None:
+            meanwhile()
     else:
         in_flight = start_all_to_all_v(rows_ND, exchange, input_splits, output_splits)
         meanwhile()
         arrived_RD = in_flight.wait()
-    by_slot, by_source = transposed_blocks(received_Ps, x_TD.device)
+    order, inverse = transposed_blocks(received_Ps, x_TD.device) if by_slot else (None, None)
     handle = DispatchHandle(
-        rows_per_local_slot=torch.from_numpy(received_Ps.sum(axis=0)),
+        rows_by_source_Ps=torch.from_numpy(received_Ps.copy()),
         exchange=exchange,
         input_splits=input_splits,
         output_splits=output_splits,
-        by_slot=by_slot,
-        by_source=by_source,
+        by_slot=order,
+        by_source=inverse,
         copy_of_row=copy_of_row,
         row_of_copy=row_of_copy,
         weight_N=routing.weight_N,
@@ -90,7 +95,7 @@ def dispatch(
         num_tokens=routing.num_tokens,
         top_k=routing.top_k,
     )
-    return permute_rows(arrived_RD, by_slot, by_source), handle
+    return permute_rows(arrived_RD, order, inverse), handle
 
 
 def dispatch_weights(handle: DispatchHandle) -> torch.Tensor:

@@ -39,17 +39,18 @@ class Exchange(Protocol):
 
 
 class Transfer:
-    """Rows in flight: `wait` gives them. Holds what is sent until then."""
+    """Rows in flight: `wait` gives them, once. Holds what is sent and what arrives until then."""
 
     def __init__(self, out_RD: torch.Tensor, sent_RD: torch.Tensor, work: Any = None) -> None:
-        self._out_RD, self._sent_RD, self._work = out_RD, sent_RD, work
+        self._held = (out_RD, sent_RD, work)
 
     def wait(self) -> torch.Tensor:
         """The rows that have arrived."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return self._out_RD
+        out_RD, _, work = self._held
+        if work is not None:
+            work.wait()
+        del self._held
+        return out_RD
 
 
 class SoloExchange:

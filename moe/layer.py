@@ -15,7 +15,7 @@ from torch import nn
 from moe.config import MoEConfig
 from moe.dispatch import combine, dispatch, dispatch_weights
 from moe.exchange import DistExchange, SoloExchange
-from moe.experts import Experts, SwiGLU
+from moe.experts import Experts, SwiGLU, init_experts
 from moe.groups import Groups
 from moe.meter import LoadMeter
 from moe.naming import forward_phase, in_backward, tag
@@ -85,6 +85,7 @@ class MoELayer(nn.Module):
         self.experts = Experts(
             self.home_experts.shape[0], router.d_model, config.expert_hidden, config.activation
         )
+        init_experts(self.experts, self.home_experts)  # by their numbers in the whole layer
         self.shared_expert = SwiGLU(router.d_model, config.shared_hidden) if config.shared_hidden else None
         # int64 buffers: no cast of the model touches them. The last step's counts make up scope "previous".
         zeros_E = torch.zeros(router.num_experts, dtype=torch.int64)
@@ -109,14 +110,30 @@ class MoELayer(nn.Module):
         if token_mask_T is not None:  # padding may hold NaN, which 0 * NaN would carry into gradients
             x_TD = torch.where(token_mask_T[:, None], x_TD, 0.0)
         with forward_phase():
-            routing, counts_PE, global_counts_E = self._route(x_TD, token_mask_T)
+            routing, counts_PE, counts_E = self._route(x_TD, token_mask_T)
             with self._part("split"):
                 rows_PS = self.split(counts_PE, self.slot_to_expert_S)
                 check_split(rows_PS, counts_PE, self.slot_to_expert_S)
-            y_TD, rows = self._experts(x_TD, routing, rows_PS)
-        num_sequences = x.shape[0] if x.ndim == 3 else 1
-        aux_loss = self.auxiliary_loss(routing, global_counts_E, rows=rows, num_sequences=num_sequences)
-        return y_TD.view_as(x), aux_loss
+            aside: list[torch.Tensor] = []
+            y_TD = self._experts(
+                x_TD, routing, rows_PS, lambda: aside.extend(self._aside(x, x_TD, routing, counts_E, rows_PS))
+            )
+        aux_loss, *shared_TD = aside
+        return (y_TD + shared_TD[0] if shared_TD else y_TD).view_as(x), aux_loss
+
+    def _aside(
+        self,
+        x: torch.Tensor,
+        x_TD: torch.Tensor,
+        routing: Routing,
+        counts_E: torch.Tensor,
+        rows_PS: np.ndarray,
+    ) -> list[torch.Tensor]:
+        """What needs no rows of other ranks, done while they travel: auxiliary loss, shared expert."""
+        rows_P = rows_PS.sum(axis=0).reshape(self.topology.ep_size, -1).sum(axis=1)
+        sequences = x.shape[0] if x.ndim == 3 else 1
+        aux_loss = self.auxiliary_loss(routing, counts_E, rows_P=rows_P, num_sequences=sequences)
+        return [aux_loss] if self.shared_expert is None else [aux_loss, self.shared_expert(x_TD)]
 
     def _route(
         self, x_TD: torch.Tensor, token_mask_T: torch.Tensor | None
@@ -135,32 +152,26 @@ class MoELayer(nn.Module):
             memory.routes.append(Route(expert_TK=expert_TK, counts_PE=counts_PE, counts_E=global_counts_E))
         return routing, counts_PE, global_counts_E
 
-    def _experts(self, x_TD: torch.Tensor, routing: Routing, rows_PS: np.ndarray) -> tuple[torch.Tensor, int]:
-        """Dispatch, experts (the shared one while the rows are in flight), combine; and the rows received."""
-        shared: list[torch.Tensor] = []
-        before = self.config.weight_position == "before"
+    def _experts(
+        self, x_TD: torch.Tensor, routing: Routing, rows_PS: np.ndarray, meanwhile: Callable[[], None]
+    ) -> torch.Tensor:
+        """Dispatch, experts, combine."""
+        exchange, before = self.groups.ep, self.config.weight_position == "before"
         with self._part("dispatch"):
             rows_RD, handle = dispatch(
-                x_TD, routing, rows_PS, self.slot_to_expert_S, self.groups.ep, self._meanwhile(x_TD, shared)
+                x_TD, routing, rows_PS, self.slot_to_expert_S, exchange, meanwhile, by_slot=False
             )
             weight_R = dispatch_weights(handle) if before else None
         with self._part("experts"):
-            rows_per_home = handle.rows_per_local_slot[self._home_slots]
-            rows_RD = self.experts(rows_RD, rows_per_home, weight_R)
+            rows_RD = self.experts(rows_RD, handle.rows_by_source_Ps[:, self._home_slots], weight_R)
         with self._part("combine"):
-            y_TD = combine(rows_RD, handle, weighted=not before)
-        return (y_TD + shared[0] if shared else y_TD), rows_RD.shape[0]
+            return combine(rows_RD, handle, weighted=not before)
 
     @contextmanager
     def _part(self, name: str) -> Iterator[None]:
         """A part of the forward: timed, and its collectives tagged, "layer 3 dispatch"."""
         with tag(f"layer {self.layer_id} {name}"), self.timer(name):
             yield
-
-    def _meanwhile(self, x_TD: torch.Tensor, shared: list[torch.Tensor]) -> Callable[[], None] | None:
-        """The shared expert, computed while the rows are in flight; None where there is none."""
-        expert = self.shared_expert
-        return None if expert is None else lambda: shared.append(expert(x_TD))
 
     def gather_counts(self, routing: Routing) -> tuple[np.ndarray, torch.Tensor]:
         """The counts of every rank of the EP group, [P, E] int64 on the host, and their sum [E] on the
@@ -188,7 +199,7 @@ class MoELayer(nn.Module):
         return counts_PE.reshape(gathered_PX.shape[0], -1), global_counts_E
 
     def auxiliary_loss(
-        self, routing: Routing, global_counts_E: torch.Tensor, *, rows: int, num_sequences: int
+        self, routing: Routing, global_counts_E: torch.Tensor, *, rows_P: np.ndarray, num_sequences: int
     ) -> torch.Tensor:
         """Balance loss in the configured scope and z-loss, weighted and summed; reports both to the meter."""
         router = self.config.router
@@ -205,11 +216,11 @@ class MoELayer(nn.Module):
         if counting and self.meter is not None:
             self.meter.record(
                 self.meter_row,
-                routing.demand_E,
-                rows=rows,
+                routing,
+                rows=rows_P,
+                bias_E=self.router.bias.bias_E,
                 balance_sum=balance,
                 z_sum=z_sum,
-                num_tokens=routing.num_tokens if mask_T is None else mask_T.sum(),
             )
         return router.balance_loss * balance + router.z_loss * z_sum
 

@@ -6,8 +6,9 @@
     ledger.matrix(world_size)     [P, P] bytes, from rank to rank
 
 While a ledger is open, and only then, the c10d operators (which every collective of torch.distributed passes)
-are overridden at the dispatch key BackendSelect: off, it costs nothing. On, it adds work per collective, none
-per tensor operation, copies nothing and never synchronises. Why that key: it lies below autograd and above
+are overridden at the dispatch key BackendSelect: off, it costs nothing. On, it adds a few microseconds per
+collective (most of them torch's, for passing through Python), none per tensor operation, copies nothing and
+never synchronises. Why that key: it lies below autograd and above
 every device, and no context removes it. An override at the autograd keys misses what runs under
 torch.inference_mode, and what runs on a device that nobody listed.
 
@@ -16,10 +17,10 @@ replays of a CUDA graph, which issue no operator, and backends called without th
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from moe.naming import current_phase, current_tag
-from moe.traffic import MEASURES, Measure
+from moe.traffic import FORMULAS, Facts, Formula
 
 _HIDDEN: ContextVar[bool] = ContextVar("hidden", default=False)
 
@@ -56,6 +57,11 @@ class Entry:
     tag: str
 
 
+# What a collective leaves behind while the step runs; an Entry is made of it when somebody asks.
+# (name, formula, facts, (ranks of the group, own place in it), phase, tag)
+_Note = tuple[str, Formula, Facts, tuple[tuple[int, ...], int], str, str]
+
+
 class CommLedger:
     """Context manager that records every collective of this process, from all its threads.
 
@@ -64,8 +70,9 @@ class CommLedger:
     """
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
+        self._notes: list[_Note] = []
         self._lock = threading.Lock()  # autograd's threads record while another takes
+        self._groups: dict[int, Any] = {}
         self._library: Any = None
 
     def __enter__(self) -> "CommLedger":
@@ -77,20 +84,27 @@ class CommLedger:
             )
         library = torch.library.Library("c10d", "IMPL")
         for operator in operators:
-            measure = MEASURES.get(operator._opname, partial(_no_formula, operator._opname))
-            library.impl(operator, self._override(operator, measure), "BackendSelect", with_keyset=True)
+            library.impl(operator, self._override(operator), "BackendSelect", with_keyset=True)
         self._library = library
         return self
 
     def __exit__(self, *_: object) -> None:
         self._library._destroy()
         self._library = None
+        self._groups.clear()
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The entries since the last take, in the order of issue; they stay."""
+        with self._lock:
+            notes = list(self._notes)
+        return [_entry(*note) for note in notes]
 
     def take(self) -> list[Entry]:
         """The entries since the last take, in the order of issue; once per step makes per-step totals."""
         with self._lock:
-            taken, self.entries = self.entries, []
-        return taken
+            notes, self._notes = self._notes, []
+        return [_entry(*note) for note in notes]
 
     def totals(
         self, by: tuple[str, ...] = ("phase", "op", "tag"), entries: Iterable[Entry] | None = None
@@ -104,7 +118,7 @@ class CommLedger:
         if unknown := [name for name in by if name not in known]:
             raise ValueError(f"by={unknown} names no field of an entry; use some of {', '.join(known)}")
         sums: dict[tuple[Any, ...], dict[str, float]] = {}
-        for entry in self._held(entries):
+        for entry in self.entries if entries is None else entries:
             key = tuple(getattr(entry, name) for name in by)
             row = sums.setdefault(key, {"count": 0, "sent_bytes": 0, "received_bytes": 0})
             row["count"] += 1
@@ -118,7 +132,7 @@ class CommLedger:
         Raises ValueError where an entry's group has a rank that world_size does not.
         """
         row_P = np.zeros(world_size)
-        for entry in self._held(entries):
+        for entry in self.entries if entries is None else entries:
             if max(entry.ranks) >= world_size:
                 raise ValueError(
                     f"world_size={world_size} is too small: a group of {entry.op} has rank "
@@ -146,28 +160,44 @@ class CommLedger:
             _HIDDEN.reset(token)
         return bytes_PP.cpu().numpy()
 
-    def _held(self, entries: Iterable[Entry] | None) -> Iterable[Entry]:
-        if entries is not None:
-            return entries
-        with self._lock:
-            return list(self.entries)
-
-    def _override(self, operator: Any, measure: Measure) -> Callable[..., Any]:
-        """The operator, recorded: an entry is made before the call and kept once the backend has taken it."""
-        name = operator._opname.strip("_")
-        group_at = _group_position(operator)
+    def _override(self, operator: Any) -> Callable[..., Any]:
+        """The operator, recorded: facts are read before the call and kept once the backend has taken it."""
+        name, group_at = operator._opname, _group_position(operator)
+        formula = FORMULAS.get(name) or _no_formula(name)
+        read, name = formula.read, name.strip("_")
         below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+        keysets: dict[int, Any] = {}  # made once for each that is met: it takes as long as all the reading
+        redispatch, unbox = operator._handle.redispatch_boxed, dist.ProcessGroup.unbox
+        hidden, lock, group_of = _HIDDEN.get, self._lock, self._group
 
         def recorded(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            if _HIDDEN.get():
-                return operator.redispatch(keyset & below, *args, **kwargs)
-            entry = _entry(name, measure, args, dist.ProcessGroup.unbox(args[group_at]))
-            result = operator.redispatch(keyset & below, *args, **kwargs)
-            with self._lock:
-                self.entries.append(entry)
+            raw = keyset.raw_repr()
+            rest = keysets.get(raw)
+            if rest is None:
+                rest = keysets[raw] = keyset & below
+            if hidden():
+                return redispatch(rest, *args, **kwargs)
+            facts, group = read(args), group_of(unbox(args[group_at]))
+            note = (name, formula, facts, group, current_phase(), current_tag())
+            result = redispatch(rest, *args, **kwargs)
+            with lock:
+                self._notes.append(note)
             return result
 
         return recorded
+
+    def _group(self, group: dist.ProcessGroup) -> tuple[tuple[int, ...], int]:
+        """Its ranks and this one's place in it, looked up once.
+
+        Kept by address, with a weak reference that tells whether it is still the same group: a strong one
+        would keep the group's threads and connections when the job takes it down.
+        """
+        known = self._groups.get(id(group))
+        if known is not None and known[0]() is group:
+            return known[1]
+        facts = (tuple(dist.get_process_group_ranks(group)), group.rank())
+        self._groups[id(group)] = (weakref.ref(group), facts)
+        return facts
 
 
 def _operators() -> list[Any]:
@@ -184,25 +214,33 @@ def _group_position(operator: Any) -> int:
     return next((i for i, name in enumerate(types) if name.endswith("ProcessGroup")), -1)
 
 
-def _no_formula(name: str, args: Sequence[Any], size: int, rank: int) -> Any:
-    raise NotImplementedError(
-        f"the collective c10d::{name} of torch {torch.__version__} has no formula in moe/traffic.py, and the "
-        "ledger misses nothing silently; add one to MEASURES, or close the ledger around it"
-    )
+def _no_formula(name: str) -> Formula:
+    """Refuses the collective when it is called: before that, nobody may need it."""
+
+    def refuse(*_: Any) -> Any:
+        raise NotImplementedError(
+            f"the collective c10d::{name} of torch {torch.__version__} has no formula in moe/traffic.py, and "
+            "the ledger misses nothing silently; add one to FORMULAS, or close the ledger around it"
+        )
+
+    return Formula(read=refuse, traffic=refuse)
 
 
-def _entry(name: str, measure: Measure, args: Sequence[Any], group: dist.ProcessGroup) -> Entry:
-    traffic = measure(args, group.size(), group.rank())
+def _entry(
+    name: str, formula: Formula, facts: Facts, group: tuple[tuple[int, ...], int], phase: str, tag: str
+) -> Entry:
+    ranks, rank = group
+    traffic = formula.traffic(facts, len(ranks), rank)
     return Entry(
         op=name,
-        ranks=tuple(dist.get_process_group_ranks(group)),
-        rank=group.rank(),
+        ranks=ranks,
+        rank=rank,
         dtype=traffic.dtype,
         input_splits=traffic.input_splits,
         output_splits=traffic.output_splits,
         sent_bytes=sum(traffic.sent_to),
         received_bytes=traffic.received,
         sent_to=traffic.sent_to,
-        phase=current_phase(),
-        tag=current_tag(),
+        phase=phase,
+        tag=tag,
     )

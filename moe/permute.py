@@ -1,7 +1,6 @@
-"""Permute: rows <-> slots. Index arithmetic and gathers, no communication. The only user of numba in this
-package.
+"""Permute: rows <-> slots. Index arithmetic and gathers, no communication.
 
-On CPU the passes over rows are numba kernels, elsewhere (and for types that they lack) torch operations:
+On CPU the passes over rows are compiled kernels, elsewhere (and for types that they lack) torch operations:
 twins, and a test holds them equal.
 
 A *block* is a run of rows that stay together. Two layouts of the rows that a rank receives (2 local slots):
@@ -10,14 +9,12 @@ A *block* is a run of rows that stay together. Two layouts of the rows that a ra
     as the experts want them:         (s0,r0)(s0,r1)(s1,r0)(s1,r1)
 """
 
-from functools import lru_cache
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from moe import permute_kernels
+from moe.kernels import as_array, has_kernel, kernels
 
 
 def block_index(start_B: np.ndarray, length_B: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -179,14 +176,14 @@ def sum_rows(
     rows_RD: torch.Tensor, row_of_copy_TK: torch.Tensor, weight_TK: torch.Tensor | None
 ) -> torch.Tensor:
     """sum_k weight_tk * rows[row_of_copy_tk] without gradient; None for weights of 1.   Returns [T, D]."""
-    if not _has_kernel(rows_RD):
+    if not has_kernel(rows_RD):
         return sum_rows_torch(rows_RD, row_of_copy_TK, weight_TK)
     if weight_TK is None:
         acc = torch.promote_types(rows_RD.dtype, torch.float32)
         weight_TK = torch.ones(row_of_copy_TK.shape, dtype=acc)
     out_TD = rows_RD.new_empty((row_of_copy_TK.shape[0], rows_RD.shape[1]))
     function = kernels().sum_rows_half if rows_RD.dtype == torch.bfloat16 else kernels().sum_rows
-    function(_array(rows_RD), row_of_copy_TK.numpy(), _array(weight_TK), _array(out_TD))
+    function(as_array(rows_RD), row_of_copy_TK.numpy(), as_array(weight_TK), as_array(out_TD))
     return out_TD
 
 
@@ -205,12 +202,12 @@ def weighted_sum_backward(
     grad_TD: torch.Tensor, rows_RD: torch.Tensor, weight_TK: torch.Tensor, row_of_copy_TK: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of `weighted_sum`: of the rows [R, D] and of the weights [T, K]."""
-    if not _has_kernel(rows_RD):
+    if not has_kernel(rows_RD):
         return weighted_sum_backward_torch(grad_TD, rows_RD, weight_TK, row_of_copy_TK)
     grad_RD, grad_TK = torch.empty_like(rows_RD), torch.empty_like(weight_TK)
     half = rows_RD.dtype == torch.bfloat16
     function = kernels().weighted_sum_backward_half if half else kernels().weighted_sum_backward
-    arrays = (_array(t) for t in (grad_TD, rows_RD, weight_TK, row_of_copy_TK, grad_RD, grad_TK))
+    arrays = (as_array(t) for t in (grad_TD, rows_RD, weight_TK, row_of_copy_TK, grad_RD, grad_TK))
     function(*arrays)
     return grad_RD, grad_TK
 
@@ -233,33 +230,3 @@ def take_rows(rows_RD: torch.Tensor, row_of_copy: torch.Tensor) -> torch.Tensor:
     if row_of_copy.numel() != rows_RD.shape[0]:  # else every copy was sent: a permutation
         rows_RD = torch.cat([rows_RD, rows_RD.new_zeros((1, rows_RD.shape[1]))])
     return rows_RD.index_select(0, row_of_copy.reshape(-1)).view(*row_of_copy.shape, rows_RD.shape[1])
-
-
-def _has_kernel(rows_RD: torch.Tensor) -> bool:
-    return not rows_RD.is_cuda and rows_RD.dtype in (torch.float32, torch.float64, torch.bfloat16)
-
-
-def _array(tensor: torch.Tensor) -> np.ndarray:
-    tensor = tensor.detach()
-    return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
-
-
-def warm(dtype: torch.dtype) -> None:
-    """Compile every kernel for rows of this type, or load it from the disk: call it before the first step."""
-    rows, index = torch.zeros(2, 3, dtype=dtype), torch.tensor([[0, 1]])
-    weight = torch.ones(1, 2, dtype=torch.promote_types(dtype, torch.float32))
-    sum_rows(rows, index, weight)
-    weighted_sum_backward(rows[:1], rows, weight, index)
-    order_copies(torch.tensor([0, 0]), np.array([2]), np.array([0]))
-
-
-@lru_cache(maxsize=1)
-def kernels() -> SimpleNamespace:
-    """The numba kernels, compiled for the types that they are called with, and kept on disk."""
-    from numba import njit
-
-    # "contract" allows fused multiply-add, and no other freedom; reassociation makes dot products vectors
-    options: dict[str, Any] = {"cache": True, "nogil": True, "fastmath": {"contract", "reassoc", "nsz"}}
-    permute_kernels.round_half = njit(**options)(permute_kernels.round_half)
-    names = ("order", "sum_rows", "sum_rows_half", "weighted_sum_backward", "weighted_sum_backward_half")
-    return SimpleNamespace(**{name: njit(**options)(getattr(permute_kernels, name)) for name in names})

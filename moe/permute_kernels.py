@@ -1,5 +1,5 @@
-"""Kernels of permute.py, as plain functions over arrays, which numba compiles there. One pass over the rows
-each.
+"""Kernels of permute.py, as plain functions over arrays, which moe/kernels.py compiles. One pass over the
+rows each.
 
 Row number R = rows.shape[0] stands for a copy that was not sent. bfloat16 comes as uint16, the upper half of
 a float32; sums are float32 and rounded once, to nearest even.
@@ -8,6 +8,9 @@ a float32; sums are float32 and rounded once, to nearest even.
 # numba reads these as types are met; annotations would say nothing that it checks
 # pyright: basic
 import numpy as np
+
+HELPERS = ("round_half",)
+KERNELS = ("order", "sum_rows", "sum_rows_half", "weighted_sum_backward", "weighted_sum_backward_half")
 
 
 def order(expert_N, rows_S, slot_to_expert_S, copy_of_row, row_of_copy):

@@ -1,9 +1,11 @@
 """Traffic of one collective: logical bytes between the ranks of a group, from an operator's arguments alone.
 
-    arguments of a c10d operator, group size n, own place in it  ->  MEASURES[operator]  ->  Traffic
+    arguments of a c10d operator                    -> FORMULAS[operator].read    -> facts: dtype, sizes, root
+    facts, group size n, own place in it            -> FORMULAS[operator].traffic -> Traffic
 
-moe/ledger.py calls this for every collective. Only shapes and dtypes are read, never a value: no device is
-waited for. S is the full buffer in bytes, S_p the block of rank p:
+moe/ledger.py reads the facts at every collective, and does the arithmetic when somebody asks. Only shapes and
+dtypes are read, never a value: no device is waited for. S is the full buffer in bytes, S_p the block of
+rank p:
 
     all-reduce        sent 2(n-1)/n S      received the same
     all-gather        sent S - S_next      received S - S_own          (n-1)/n S where the blocks are equal
@@ -41,19 +43,38 @@ class Traffic:
     output_splits: tuple[int, ...] = ()
 
 
-Measure = Callable[[Sequence[Any], int, int], Traffic]
+# what an operator's arguments say: the payload's dtype, then integers, or tuples of them
+Facts = tuple[Any, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Formula:
+    """One operator's formula, in two halves.
+
+    read: arguments -> facts, a few hundred nanoseconds, keeps no tensor;  traffic: facts, group size, own
+    place in the group -> Traffic. Calling it does both.
+    """
+
+    read: Callable[[Sequence[Any]], Facts]
+    traffic: Callable[[Facts, int, int], Traffic]
+
+    def __call__(self, args: Sequence[Any], size: int, rank: int) -> Traffic:
+        return self.traffic(self.read(args), size, rank)
+
+
+# ---- reading ----------------------------------------------------------------------------------------------
 
 
 def _num_bytes(value: Any) -> int:
     """Bytes of a tensor, or of all tensors in nested lists."""
     if not isinstance(value, torch.Tensor):
-        return sum(_num_bytes(item) for item in value)
-    if value.layout != torch.strided:
+        return sum(map(_num_bytes, value))
+    if value.layout is not torch.strided:
         raise NotImplementedError(
             f"the ledger has no formula for a collective over a {value.layout} tensor; send a dense one, or "
             "its indices and values one after the other"
         )
-    return value.numel() * value.element_size()
+    return value.nbytes
 
 
 def _dtype(value: Any) -> torch.dtype:
@@ -61,6 +82,35 @@ def _dtype(value: Any) -> torch.dtype:
     while not isinstance(value, torch.Tensor):
         value = value[0]
     return value.dtype
+
+
+def _whole(which: int, also: int | None = None) -> Callable[[Sequence[Any]], Facts]:
+    """dtype and bytes of argument `which`, and argument `also` as it is: a root, a destination."""
+    if also is None:
+        return lambda args: (_dtype(args[which]), _num_bytes(args[which]))
+    return lambda args: (_dtype(args[which]), _num_bytes(args[which]), args[also])
+
+
+def _each(which: int) -> Callable[[Sequence[Any]], Facts]:
+    """dtype and bytes of each block of the list in argument `which`."""
+    return lambda args: (_dtype(args[which]), tuple(map(_num_bytes, args[which][0])))
+
+
+def _rows(args: Sequence[Any]) -> Facts:
+    """dtype, bytes of a row, rows in and out, and their splits, which are empty where they are even."""
+    output, rows, _, output_splits, input_splits = args[:5]
+    # the row's shape and not a row: there may be none, on either side
+    shape = rows.shape
+    row_bytes = rows.itemsize * (shape[1] if len(shape) == 2 else math.prod(shape[1:]))
+    return rows.dtype, row_bytes, shape[0], output.shape[0], tuple(input_splits), tuple(output_splits)
+
+
+def _lists(args: Sequence[Any]) -> Facts:
+    """dtype, and bytes of each tensor that leaves and of each that arrives."""
+    return _dtype(args[1]), tuple(map(_num_bytes, args[1])), tuple(map(_num_bytes, args[0]))
+
+
+# ---- arithmetic -------------------------------------------------------------------------------------------
 
 
 def _to(size: int, peer: int, amount: float) -> tuple[float, ...]:
@@ -71,113 +121,99 @@ def _ring(dtype: torch.dtype, size: int, rank: int, sent: float, received: float
     return Traffic(dtype=dtype, sent_to=_to(size, (rank + 1) % size, sent), received=received)
 
 
-def _all_reduce(args: Sequence[Any], size: int, rank: int) -> Traffic:
-    total = 2 * (size - 1) * _num_bytes(args[0])
+def _all_reduce(facts: Facts, size: int, rank: int) -> Traffic:
+    dtype, buffer = facts
+    total = 2 * (size - 1) * buffer
     amount = total / size if total % size else total // size
-    return _ring(_dtype(args[0]), size, rank, amount, amount)
+    return _ring(dtype, size, rank, amount, amount)
 
 
-def _blocks(which: int, lag_sent: int, lag_received: int) -> Measure:
-    """All-gather, reduce-scatter over a list (argument `which`) of one block a rank, equal or not.
+def _all_but(lag_sent: int, lag_received: int) -> Callable[[Facts, int, int], Traffic]:
+    """All-gather, reduce-scatter of one block a rank, equal or not.
 
     A rank sends all blocks but that of rank + lag_sent, and receives all but that of rank + lag_received.
     """
 
-    def measure(args: Sequence[Any], size: int, rank: int) -> Traffic:
-        block_P = [_num_bytes(block) for block in args[which][0]]
+    def traffic(facts: Facts, size: int, rank: int) -> Traffic:
+        dtype, block_P = facts
         total = sum(block_P)
         sent = total - block_P[(rank + lag_sent) % size]
         received = total - block_P[(rank + lag_received) % size]
-        return _ring(_dtype(args[which]), size, rank, sent, received)
+        return _ring(dtype, size, rank, sent, received)
 
-    return measure
-
-
-def _equal_blocks(which: int) -> Measure:
-    """All-gather, reduce-scatter over full buffers (argument `which`) of n equal blocks."""
-
-    def measure(args: Sequence[Any], size: int, rank: int) -> Traffic:
-        amount = (size - 1) * (_num_bytes(args[which]) // size)
-        return _ring(_dtype(args[which]), size, rank, amount, amount)
-
-    return measure
+    return traffic
 
 
-def _from_root(root_at: int) -> Measure:
-    """Broadcast, scatter: the root sends the bytes of argument 0 to everybody else."""
-
-    def measure(args: Sequence[Any], size: int, rank: int) -> Traffic:
-        amount, root = _num_bytes(args[0]), args[root_at]
-        to = tuple(amount if rank == root and p != root else 0 for p in range(size))
-        return Traffic(dtype=_dtype(args[0]), sent_to=to, received=0 if rank == root else amount)
-
-    return measure
+def _all_but_one(facts: Facts, size: int, rank: int) -> Traffic:
+    """All-gather, reduce-scatter of a full buffer of n equal blocks."""
+    dtype, buffer = facts
+    amount = (size - 1) * (buffer // size)
+    return _ring(dtype, size, rank, amount, amount)
 
 
-def _to_root(which: int, root_at: int) -> Measure:
-    """Reduce, gather: everybody but the root sends the bytes of argument `which` to it."""
-
-    def measure(args: Sequence[Any], size: int, rank: int) -> Traffic:
-        amount, root = _num_bytes(args[which]), args[root_at]
-        to = _to(size, root, 0 if rank == root else amount)
-        received = amount * (size - 1) if rank == root else 0
-        return Traffic(dtype=_dtype(args[which]), sent_to=to, received=received)
-
-    return measure
+def _from_root(facts: Facts, size: int, rank: int) -> Traffic:
+    dtype, amount, root = facts
+    to = tuple(amount if rank == root and p != root else 0 for p in range(size))
+    return Traffic(dtype=dtype, sent_to=to, received=0 if rank == root else amount)
 
 
-def _all_to_all_v(args: Sequence[Any], size: int, rank: int) -> Traffic:
-    output, rows, _, output_splits, input_splits = args[:5]
-    # the row's shape and not a row: there may be none, on either side
-    row_bytes = rows.element_size() * math.prod(rows.shape[1:])
-    into = tuple(input_splits) or (rows.shape[0] // size,) * size
-    out = tuple(output_splits) or (output.shape[0] // size,) * size
+def _to_root(facts: Facts, size: int, rank: int) -> Traffic:
+    dtype, amount, root = facts
+    to = _to(size, root, 0 if rank == root else amount)
+    return Traffic(dtype=dtype, sent_to=to, received=amount * (size - 1) if rank == root else 0)
+
+
+def _all_to_all_v(facts: Facts, size: int, rank: int) -> Traffic:
+    dtype, row_bytes, rows_in, rows_out, input_splits, output_splits = facts
+    into = input_splits or (rows_in // size,) * size
+    out = output_splits or (rows_out // size,) * size
     to = tuple(0 if p == rank else num_rows * row_bytes for p, num_rows in enumerate(into))
     received = (sum(out) - out[rank]) * row_bytes
-    return Traffic(dtype=rows.dtype, sent_to=to, received=received, input_splits=into, output_splits=out)
+    return Traffic(dtype=dtype, sent_to=to, received=received, input_splits=into, output_splits=out)
 
 
-def _all_to_all(args: Sequence[Any], size: int, rank: int) -> Traffic:
-    outputs, inputs = args[0], args[1]
-    to = tuple(0 if p == rank else _num_bytes(tensor) for p, tensor in enumerate(inputs))
-    received = _num_bytes(outputs) - _num_bytes(outputs[rank])
-    return Traffic(dtype=_dtype(inputs), sent_to=to, received=received)
+def _all_to_all(facts: Facts, size: int, rank: int) -> Traffic:
+    dtype, sent_P, received_P = facts
+    to = tuple(0 if p == rank else amount for p, amount in enumerate(sent_P))
+    return Traffic(dtype=dtype, sent_to=to, received=sum(received_P) - received_P[rank])
 
 
-def _send(args: Sequence[Any], size: int, rank: int) -> Traffic:
-    return Traffic(dtype=_dtype(args[0]), sent_to=_to(size, args[2], _num_bytes(args[0])), received=0)
+def _send(facts: Facts, size: int, rank: int) -> Traffic:
+    dtype, amount, to = facts
+    return Traffic(dtype=dtype, sent_to=_to(size, to, amount), received=0)
 
 
-def _receive(args: Sequence[Any], size: int, rank: int) -> Traffic:
-    return Traffic(dtype=_dtype(args[0]), sent_to=(0,) * size, received=_num_bytes(args[0]))
+def _receive(facts: Facts, size: int, rank: int) -> Traffic:
+    dtype, amount = facts
+    return Traffic(dtype=dtype, sent_to=(0,) * size, received=amount)
 
 
-def _nothing(args: Sequence[Any], size: int, rank: int) -> Traffic:
-    return Traffic(dtype=_dtype(args[0]), sent_to=(0,) * size, received=0)
+def _nothing(facts: Facts, size: int, rank: int) -> Traffic:
+    return Traffic(dtype=facts[0], sent_to=(0,) * size, received=0)
 
 
 # every c10d operator that takes a process group -> its formula
-MEASURES: Mapping[str, Measure] = MappingProxyType(
+FORMULAS: Mapping[str, Formula] = MappingProxyType(
     {
-        "allreduce_": _all_reduce,
-        "allreduce_coalesced_": _all_reduce,
-        "allgather_": _blocks(0, 1, 0),
-        "_allgather_base_": _equal_blocks(0),
-        "allgather_coalesced_": _equal_blocks(0),
-        "allgather_into_tensor_coalesced_": _equal_blocks(0),
-        "reduce_scatter_": _blocks(1, 0, -1),
-        "_reduce_scatter_base_": _equal_blocks(1),
-        "reduce_scatter_tensor_coalesced_": _equal_blocks(1),
-        "alltoall_base_": _all_to_all_v,
-        "alltoall_": _all_to_all,
-        "broadcast_": _from_root(2),
-        "scatter_": _from_root(3),
-        "reduce_": _to_root(0, 3),
-        "gather_": _to_root(1, 3),
-        "send": _send,
-        "recv_": _receive,
-        "recv_any_source_": _receive,
-        "barrier": _nothing,
-        "monitored_barrier_": _nothing,
+        "allreduce_": Formula(read=_whole(0), traffic=_all_reduce),
+        "allreduce_coalesced_": Formula(read=_whole(0), traffic=_all_reduce),
+        "allgather_": Formula(read=_each(0), traffic=_all_but(1, 0)),
+        "_allgather_base_": Formula(read=_whole(0), traffic=_all_but_one),
+        "allgather_coalesced_": Formula(read=_whole(0), traffic=_all_but_one),
+        "allgather_into_tensor_coalesced_": Formula(read=_whole(0), traffic=_all_but_one),
+        "reduce_scatter_": Formula(read=_each(1), traffic=_all_but(0, -1)),
+        "_reduce_scatter_base_": Formula(read=_whole(1), traffic=_all_but_one),
+        "reduce_scatter_tensor_coalesced_": Formula(read=_whole(1), traffic=_all_but_one),
+        "alltoall_base_": Formula(read=_rows, traffic=_all_to_all_v),
+        "alltoall_": Formula(read=_lists, traffic=_all_to_all),
+        "broadcast_": Formula(read=_whole(0, 2), traffic=_from_root),
+        "scatter_": Formula(read=_whole(0, 3), traffic=_from_root),
+        "reduce_": Formula(read=_whole(0, 3), traffic=_to_root),
+        "gather_": Formula(read=_whole(1, 3), traffic=_to_root),
+        "send": Formula(read=_whole(0, 2), traffic=_send),
+        "recv_": Formula(read=_whole(0), traffic=_receive),
+        "recv_any_source_": Formula(read=_whole(0), traffic=_receive),
+        "barrier": Formula(read=_whole(0), traffic=_nothing),
+        "monitored_barrier_": Formula(read=_whole(0), traffic=_nothing),
     }
 )

@@ -1,19 +1,12 @@
 """Watch: a heartbeat and a last-operation record per rank, so that a lost rank is named with what it did.
 
-Every rank keeps one small file, folder/rank-N, and reads the others' only when an exchange of its own has
-failed:
+Every rank keeps one small file, folder/rank-N (its form: moe/watch_record.py), and reads the others' only
+when an exchange of its own has failed:
 
     with Watch(run_folder / "watch", rank, world_size) as watch:
         exchange = WatchedExchange(DistExchange(group), watch)
         with tag("layer 3 dispatch"):
             exchange.send_rows(...)    a dead peer: RankLostError "rank 1 (pid 7 on a): its process is gone"
-
-A record has three areas of fixed size, each with its checksum and its one writer, so no lock is needed and a
-torn area is seen as such:
-
-    0     beat       by the heartbeat thread: rank, process, host, number and time of the last heartbeat
-    512   operation  before every exchange: number, step, time, text (one pwrite; it survives a kill -9)
-    768   state      running, raised (an error of its own), failed (an exchange broke under it) or done
 
 Who is silent is judged by heartbeats that do not advance while we look, never by comparing two hosts' clocks.
 A backend that ends the process itself (NCCL's watchdog) leaves no rank to explain: the records remain.
@@ -21,13 +14,11 @@ A backend that ends the process itself (NCCL's watchdog) leaves no rank to expla
 
 import json
 import os
-import socket
 import threading
 import time
 import warnings
-import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,9 +28,18 @@ import torch.distributed as dist
 
 from moe.exchange import Exchange, Transfer
 from moe.naming import current_tag, in_backward
+from moe.watch_record import (
+    BEAT,
+    OPERATION,
+    STATE,
+    Record,
+    fate,
+    own_place,
+    process_state,
+    read_record,
+    write_area,
+)
 
-_BEAT, _OPERATION, _STATE, _END = 0, 512, 768, 2048
-_MISSED_BEATS = 4  # one or two are late on a loaded machine
 # what the messages of gloo, NCCL and the stores have in common; gloo raises a plain RuntimeError
 _EXCHANGE_WORDS = ("gloo", "nccl", "connection", "timed out", "timeout", "socket")
 
@@ -54,38 +54,6 @@ class RankLostError(RuntimeError):
     def __init__(self, message: str, *, rank: int | None, kind: str, operation: str, own_operation: str):
         super().__init__(message)
         self.rank, self.kind, self.operation, self.own_operation = rank, kind, operation, own_operation
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
-    """What one rank's file says. An area that was torn when read keeps its defaults.
-
-    started: the kernel's start time of the process, which tells it from a later one with its pid;
-    beat: heartbeats so far;  beat_s, begun_s: seconds since the epoch on its host, of the last heartbeat and
-    of the start of the operation;  number: operations so far, this one included.
-    """
-
-    pid: int = 0
-    started: str = ""
-    host: str = ""
-    namespace: str = ""
-    interval_s: float = 0.5
-    beat: int = -1
-    beat_s: float = 0.0
-    number: int = 0
-    step: int = -1
-    begun_s: float = 0.0
-    operation: str = ""
-    state: str = "running"
-    message: str = ""
-
-    @property
-    def where(self) -> str:
-        """Its last operation in words."""
-        if not self.number:
-            return "no exchange yet"
-        step = f", step {self.step}" if self.step >= 0 else ""
-        return f"{self.operation} (operation {self.number}{step})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,7 +141,12 @@ class Watch:
         self._write_operation()
 
     def raised(self, error: BaseException) -> None:
-        """Record that this rank fails: by an error of its own, or because an exchange broke under it."""
+        """Record that this rank fails: by an error of its own, or because an exchange broke under it.
+
+        An error of its own stands: what it leads to, and what it is wrapped in later, do not replace it.
+        """
+        if self._state == "raised":
+            return
         if not is_exchange_error(error):
             self._write_state("raised", f"{type(error).__name__}: {error}")
         elif self._state != "failed":
@@ -224,40 +197,13 @@ class Watch:
         now = read_record(self.folder, rank) or first
         if now is None:
             return Finding(rank=rank, kind="absent", text="left no readable record", record=Record())
-        alive = now.state == "running" and self._is_local(now) and _process(now) != "gone"
+        alive = now.state == "running" and process_state(now) in ("alive", "stopped")
         if now == self._at_start.get(rank) and not alive:
             before = f" (before that: {now.state} {now.message}".rstrip() + ")"
             text = "gave no sign of life since this rank started" + before
             return Finding(rank=rank, kind="absent", text=text, record=Record())
-        kind, text = self._fate(now, first, watched_s)
+        kind, text = fate(now, first, self._own(), watched_s)
         return Finding(rank=rank, kind=kind, text=text, record=now)
-
-    def _fate(self, now: Record, first: Record | None, watched_s: float) -> tuple[str, str]:
-        if now.state == "raised":
-            return "raised", f"raised {now.message}"
-        if now.state == "done":
-            return "left", "left the job without an error, while this rank still had exchanges to do"
-        if now.state == "running":
-            process = _process(now) if self._is_local(now) else "unknown"
-            age = f"last heartbeat {max(0.0, time.time() - now.beat_s):.1f} s ago by its clock"
-            if process == "gone":
-                return "gone", f"its process is gone ({age})"
-            if process == "stopped":
-                return "stopped", f"its process is stopped by a signal ({age})"
-            same = first is not None and now.beat == first.beat
-            if same and watched_s >= _MISSED_BEATS * now.interval_s:
-                exists = " though its process exists" if process == "alive" else ""
-                return "silent", f"its heartbeats stopped{exists} ({age})"
-        own = self._own()
-        elsewhere = (now.operation, now.step, now.number) != (own.operation, own.step, own.number)
-        place = "at another operation" if elsewhere else "at the same operation"
-        kind = "elsewhere" if elsewhere else ""
-        if now.state == "failed":
-            return kind, f"was {place} when an exchange failed there too: {now.message}"
-        return kind, f"is alive, {place}"
-
-    def _is_local(self, record: Record) -> bool:
-        return (record.host, record.namespace) == (socket.gethostname(), _pid_namespace())
 
     def _conclude(self, error: BaseException, findings: Sequence[Finding]) -> RankLostError:
         """Name the surest of the findings; of ranks elsewhere, one that still runs, the furthest behind."""
@@ -275,8 +221,9 @@ class Watch:
         else:
             head, rank, kind, operation = "no rank is visibly at fault.", None, "", ""
         lines = [f"rank {f.rank}: {f.text}; last at {f.record.where}" for f in findings if f is not worst]
+        step = f"step {self._step}: " if self._step >= 0 else ""
         message = "\n  ".join(
-            [f"{head} This is rank {self.rank}, at {own}.", *lines, f"what this rank saw: {error}"]
+            [f"{step}{head} This is rank {self.rank}, at {own}.", *lines, f"what this rank saw: {error}"]
         )
         return RankLostError(message, rank=rank, kind=kind, operation=operation, own_operation=self._text)
 
@@ -289,24 +236,20 @@ class Watch:
 
     def _write_beat(self) -> None:
         self._beat += 1
-        place = {"host": socket.gethostname(), "namespace": _pid_namespace()}
-        process = {"pid": os.getpid(), "started": _process_stat("self")[1], **place}
         beat = {"interval_s": self.interval_s, "beat": self._beat, "beat_s": time.time()}
-        self._write(_BEAT, _OPERATION - _BEAT, json.dumps({**process, **beat}))
+        self._write(BEAT, json.dumps({**own_place(), **beat}))
 
     def _write_operation(self) -> None:
-        line = f"{self._number} {self._step} {self._begun_s:.3f} {self._text}"
-        self._write(_OPERATION, _STATE - _OPERATION, line)
+        self._write(OPERATION, f"{self._number} {self._step} {self._begun_s:.3f} {self._text}")
 
     def _write_state(self, state: str, message: str = "") -> None:
         self._state = state
-        self._write(_STATE, _END - _STATE, f"{state} {message}")
+        self._write(STATE, f"{state} {message}")
 
-    def _write(self, offset: int, size: int, text: str) -> None:
+    def _write(self, start: int, text: str) -> None:
         if self._file < 0:
             raise RuntimeError(f"the watch of rank {self.rank} is not open; use it inside `with Watch(...)`")
-        body = text.encode("utf-8", "replace")[: size - 10].ljust(size - 10)
-        os.pwrite(self._file, b"%08x %b\n" % (zlib.crc32(body), body), offset)
+        write_area(self._file, start, text)
 
 
 class WatchedExchange:
@@ -360,77 +303,5 @@ class _WatchedTransfer(Transfer):
             return self._transfer.wait()
 
 
-def read_record(folder: Path, rank: int) -> Record | None:
-    """The record of a rank; None where there is none, or its process stays unreadable over a few tries."""
-    record = None
-    for _ in range(5):
-        try:
-            raw = (folder / f"rank-{rank}").read_bytes()
-        except OSError:
-            return record
-        areas = [_area(raw, offset) for offset in (_BEAT, _OPERATION, _STATE)]
-        record = _parse(*areas) or record
-        if None not in areas:
-            return record
-        time.sleep(0.002)  # torn: its writer is at it
-    return record
-
-
-def _parse(beat: str | None, operation: str | None, state: str | None) -> Record | None:
-    """The areas as a record; a torn operation or state keeps its defaults, a torn beat gives None."""
-    if beat is None:
-        return None
-    number, step, begun_s, text = (operation or "0 -1 0 ").split(" ", 3)
-    name, _, message = (state or "running ").partition(" ")
-    try:
-        fields: dict[str, Any] = json.loads(beat)
-        fields |= {"number": int(number), "step": int(step), "begun_s": float(begun_s)}
-        return Record(**fields, operation=text.rstrip(), state=name, message=message.rstrip())
-    except (ValueError, TypeError):  # whole, and yet of another form: not one of ours
-        return None
-
-
-def _area(raw: bytes, offset: int) -> str | None:
-    """The text of an area, None where its checksum says that it is torn."""
-    area = raw[offset : {_BEAT: _OPERATION, _OPERATION: _STATE, _STATE: _END}[offset]]
-    body = area[9:-1]
-    return body.decode("utf-8", "replace") if area[:8] == b"%08x" % zlib.crc32(body) else None
-
-
 def _called(method: str) -> str:
     return f"{current_tag() or method} {'backward' if in_backward() else 'forward'}"
-
-
-def _process(record: Record) -> str:
-    """gone, stopped or alive: the process of a record of this host. A zombie is gone, its sockets closed."""
-    state, started = _process_stat(str(record.pid))
-    if not state or state in "ZX" or started != record.started:
-        return "gone"
-    return "stopped" if state in "Tt" else "alive"
-
-
-def _process_stat(pid: str) -> tuple[str, str]:
-    """State letter and start time of a process from /proc; ("", "") where it is gone.
-
-    Where there is no /proc at all, every process that takes a signal counts as running: ("R", "").
-    """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        return fields[0], fields[19]
-    except (OSError, IndexError):
-        if Path("/proc/self/stat").exists():
-            return "", ""
-    with suppress(PermissionError):  # it exists and is somebody else's
-        try:
-            os.kill(os.getpid() if pid == "self" else int(pid), 0)
-        except ProcessLookupError:
-            return "", ""
-    return "R", ""
-
-
-def _pid_namespace() -> str:
-    """What tells apart two containers with one host name: their pids mean different processes."""
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""

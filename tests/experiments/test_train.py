@@ -57,6 +57,7 @@ def test_run_directory_holds_what_the_readme_says(finished_run):
     names = {path.name for path in finished_run.iterdir()} - {".lock"}
     assert names == {
         "config.toml", "deepspeed.json", "versions.json", "metrics.jsonl", "loads", "tb", "checkpoints",
+        "watch",
     }  # fmt: skip
     config = load_config(finished_run / "config.toml")
     assert config.train.steps == 6

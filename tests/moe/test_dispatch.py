@@ -64,7 +64,7 @@ def round_trip(exchange, tokens_P, how, slot_to_expert_S, regular=True):
     assert x_TD.grad is not None
     return {
         "rows": rows_RD.detach().numpy(),
-        "per_slot": handle.rows_per_local_slot.tolist(),
+        "per_slot": handle.rows_by_source_Ps.sum(dim=0).tolist(),
         "y_error": (y_TD - 2 * weight_T[:, None] * x_TD).detach().abs().max().item() if len(x_TD) else 0.0,
         "grad_error": (x_TD.grad - 2 * weight_T[:, None]).abs().max().item() if len(x_TD) else 0.0,
     }

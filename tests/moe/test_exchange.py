@@ -2,12 +2,13 @@
 
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
 import torch
 
-from moe.exchange import DistExchange, LoopbackWorld, SoloExchange, all_to_all_v
+from moe.exchange import DistExchange, LoopbackWorld, SoloExchange, all_to_all_v, start_all_to_all_v
 from moe.testing import RankFailedError, run_loopback, run_ranks
 
 WIDTH = 3
@@ -127,3 +128,23 @@ def test_no_gradient_is_recorded_where_none_is_wanted():
             return all_to_all_v(torch.ones(2, WIDTH), exchange, [1, 1], [1, 1]).requires_grad
 
     assert run_loopback(quiet, 2) == [False, False]
+
+
+def in_flight_rank(exchange):
+    rows = torch.ones(4, 3, requires_grad=True) * 2
+    sent = weakref.ref(rows)
+    in_flight = start_all_to_all_v(rows, exchange, [2, 2], [2, 2])
+    del rows
+    held_in_flight = sent() is not None
+    raw = in_flight.wait()
+    arrived = weakref.ref(raw)
+    product = raw * 3.0  # whose backward wants the number alone
+    del raw
+    gone = sent() is None, arrived() is None
+    product.sum().backward()
+    return held_in_flight, *gone
+
+
+def test_rows_are_let_go_once_they_have_arrived():
+    """Else the rows that were sent, and those that came, would stay until the end of the backward."""
+    assert run_loopback(in_flight_rank, 2) == [(True, True, True)] * 2

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from moe.experts import Experts, SwiGLU, choose_method, feed_forward, grouped_mm_is_legal
+from moe.experts import Experts, SwiGLU
+from moe.feed_forward import choose_method, feed_forward, grouped_mm_is_legal
 
 # 16-byte strides in float32 and bfloat16; all sizes distinct
 SLOTS, WIDTH, HIDDEN = 5, 8, 24
@@ -174,6 +175,49 @@ def test_grouped_mm_is_legal_for_strides_of_16_bytes_and_never_in_float64(dtype,
 def test_on_cpu_the_loop_is_chosen():
     rows, w1 = torch.zeros(4, 8, dtype=torch.bfloat16), torch.zeros(2, 16, 8, dtype=torch.bfloat16)
     assert choose_method(rows, w1) == "loop"
+
+
+# rows by source rank and slot: empty blocks, a source without rows, a slot of one source, slots alike in sum
+BLOCKS = {
+    "uneven": [[2, 0, 5, 0, 1], [0, 0, 0, 0, 0], [2, 1, 2, 2, 2]],
+    "even": [[1, 0, 3, 2, 2], [2, 3, 0, 1, 1]],
+    "nothing": [[0, 0, 0, 0, 0], [0, 0, 0, 0, 0]],
+}
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["unweighted", "weighted"])
+@pytest.mark.parametrize("swiglu", [True, False], ids=["swiglu", "gelu"])
+@pytest.mark.parametrize(
+    ("blocks", "method", "dtype"),
+    [(b, m, d) for b in BLOCKS for m, d in WAYS if m != "bmm" or b != "uneven"],  # bmm takes even slots only
+    ids=str,
+)
+def test_rows_in_blocks_by_source_give_what_they_give_in_order_of_the_slots(
+    blocks, method, dtype, swiglu, weighted
+):
+    rows_Ps = torch.tensor(BLOCKS[blocks])
+    counts = rows_Ps.sum(dim=0).tolist()
+    slot_R = torch.arange(SLOTS).repeat(len(rows_Ps)).repeat_interleave(rows_Ps.reshape(-1))
+    order = torch.argsort(slot_R, stable=True)  # from blocks by source to order by slot
+
+    def in_order(rows, w1, w2, w3, _, weight):
+        shuffled = plain(
+            rows[order], w1, w2, w3, torch.tensor(counts), None if weight is None else weight[order]
+        )
+        return shuffled[torch.argsort(order)]
+
+    got = step(lambda *a: feed_forward(*a[:4], rows_Ps, a[5], method), counts, dtype, swiglu, weighted)
+    wanted = step(in_order, counts, torch.float64, swiglu, weighted)
+    for name, ours, reference in zip(("out", *NAMES), got, wanted):
+        if ours is not None:
+            largest = max(1.0, reference.abs().max()) if reference.numel() else 1.0
+            assert ((ours.double() - reference).abs() <= TOLERANCE[dtype] * largest).all(), name
+
+
+def test_rows_of_another_number_of_slots_are_refused():
+    leaves, _ = tensors(COUNTS["uneven"], torch.float32)
+    with pytest.raises(ValueError, match="rows_Ps has 4 slots, and the weights are of 5"):
+        feed_forward(*leaves[:4], torch.tensor([[4, 1, 7, 5]]))
 
 
 @pytest.mark.parametrize("wrong", [[4, 1, 7, 2, 2], [4, 1, 7, -2, 7]])

@@ -1,5 +1,7 @@
 """LoadMeter: exact counts, each training token once, every layer told, one reduction over the job."""
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from moe import LoadMeter, ModelConfig, MoEConfig, MoELayer, NonFiniteRouterError, Topology
 from moe.model import Transformer
 from moe.testing import run_ranks
-from routing import RouterConfig, losses
+from routing import RouterConfig, Routing, losses
 
 EXPERTS, TOP_K, WIDTH, HIDDEN = 5, 2, 6, 7
 
@@ -23,21 +25,35 @@ class Listener:
         self.told.append(tokens_per_expert_E.tolist())
 
 
+def routing_of(counts, tokens) -> Routing:
+    """No copies and no scores, only what the meter counts."""
+    none, counts_E = torch.zeros(0, dtype=torch.int64), torch.tensor(counts, dtype=torch.int64)
+    nothing_TE = torch.zeros(0, len(counts))
+    return Routing(
+        token_N=none, expert_N=none, weight_N=torch.zeros(0), scores_TE=nothing_TE, logits_TE=nothing_TE,
+        demand_E=counts_E, routed_E=counts_E, num_tokens=tokens, top_k=None,
+    )  # fmt: skip
+
+
+def count_meter(world=1, rank=0, **options):
+    return LoadMeter(world, rank, **({"scores_every": 0, "swaps_every": 0} | options))
+
+
 def record(meter, layer, counts, *, rows=0, balance=0.0, z=0.0, tokens=0):
     meter.record(
         layer,
-        torch.tensor(counts, dtype=torch.int64),
+        routing_of(counts, tokens),
         rows=rows,
+        bias_E=torch.zeros(len(counts)),
         balance_sum=torch.tensor(balance),
         z_sum=torch.tensor(z),
-        num_tokens=tokens,
     )
 
 
 @pytest.mark.parametrize("count", [40_000, 2**24 + 1, 2**40 + 1])
 def test_large_counts_stay_exact_over_micro_batches(count):
     """2^24 + 1 is no float32 number and 40,000 no bfloat16 one; the sums here reach 3 * 2^40 + 3."""
-    meter, listener = LoadMeter(), Listener()
+    meter, listener = count_meter(), Listener()
     assert meter.register(listener, 3) == 0
     for _ in range(3):
         record(meter, 0, [count, 0, 1], rows=count, tokens=count)
@@ -50,7 +66,7 @@ def test_large_counts_stay_exact_over_micro_batches(count):
 
 
 def test_losses_are_per_token_of_the_step_and_layer_by_layer():
-    meter = LoadMeter()
+    meter = count_meter()
     for _ in range(2):
         meter.register(Listener(), 2)
     for layer, (first, second) in enumerate([(3.0, 5.0), (30.0, 50.0)]):
@@ -63,7 +79,7 @@ def test_losses_are_per_token_of_the_step_and_layer_by_layer():
 
 
 def test_every_step_starts_anew():
-    meter, listener = LoadMeter(), Listener()
+    meter, listener = count_meter(), Listener()
     meter.register(listener, 2)
     record(meter, 0, [3, 4])
     meter.sample(step=0)
@@ -89,7 +105,7 @@ def test_layers_of_different_size_are_refused():
 
 def reduce_on_ranks(rank, world):
     """Rank 1 has no token and computes most rows; counts that float32 would round."""
-    meter, listeners = LoadMeter(world, rank), [Listener(), Listener()]
+    meter, listeners = count_meter(world, rank), [Listener(), Listener()]
     for listener in listeners:
         meter.register(listener, 3)
     for layer in range(2):
@@ -243,3 +259,150 @@ def test_running_fractions_are_those_of_the_steps_own_tokens():
         # float64, the same sums
         torch.testing.assert_close(aux_loss, want, rtol=1e-12, atol=0)
     assert torch.equal(layer.running_counts_E, counts_E)
+
+
+# ---- squares, peaks, cadence ----------------------------------------------------------------------------
+
+
+def test_the_over_dispersion_of_the_counts_is_read_from_the_squares():
+    """Batches of unequal size whose counts vary phi times as much as a binomial draw."""
+    draw, phi, share, batches = np.random.default_rng(3), 9.0, 0.2, 4000
+    meter = count_meter()
+    meter.register(Listener(), 2)
+    tokens = draw.choice([0, 8, 64, 640], batches)
+    counts = np.round(
+        share * tokens + np.sqrt(phi * share * (1 - share) * tokens) * draw.normal(size=batches)
+    )
+    for n, count in zip(tokens.tolist(), counts.astype(int).tolist()):
+        record(meter, 0, [count, n - count], tokens=n)
+    sample = meter.sample(step=1)
+    assert sample.squares_LE.tolist() == [[(counts**2).sum(), ((tokens - counts) ** 2).sum()]]
+    assert sample.tokens_squared == (tokens**2).sum()
+    share_E = sample.tokens_per_expert_LE[0] / sample.num_tokens
+    spread = sample.squares_LE[0] - share_E**2 * sample.tokens_squared
+    degrees = sample.num_tokens - sample.tokens_squared / sample.num_tokens
+    # 3000 draws, most of the weight on 1000 of them: a standard error of sqrt(2 / 1000) = 4.5 %
+    np.testing.assert_allclose(spread / (share_E * (1 - share_E) * degrees), phi, rtol=0.15)
+
+
+def test_the_rows_of_every_rank_of_a_group_give_its_peaks():
+    """Two EP groups of two ranks: a column each; every rank reports the same, one of a group counts."""
+    step = [
+        (np.array([5, 3]), np.array([0, 1])),
+        (np.array([1, 4]), np.array([7, 7])),
+    ]  # micro-batches x groups
+    stacked = []
+    for rank in range(4):
+        meter = count_meter(4, rank, reduce=lambda tensor: stacked.append(tensor.clone()))
+        meter.register(Listener(), 3)
+        for micro in step:
+            record(meter, 0, [1, 2, 3], rows=micro[rank // 2], tokens=3)
+        meter.sample(step=1)
+    meter = count_meter(4, 0, reduce=lambda tensor: tensor.copy_(torch.stack(stacked).sum(dim=0)))
+    meter.register(Listener(), 3)
+    record(meter, 0, [0, 0, 0], rows=step[0][0])
+    sample = meter.sample(step=1)
+    assert sample.peak_rows_LG.tolist() == [[5 + 4, 1 + 7]]
+    assert sample.largest_rows_LG.tolist() == [[5, 7]]
+    assert sample.rows_to_rank_LP.tolist() == [[5 + 1, 3 + 4, 0 + 7, 1 + 7]]
+    assert sample.tokens_per_expert_LE.tolist() == [[8, 16, 24]]
+    assert sample.squares_LE.tolist() == [[8.0, 32.0, 72.0]], "of each rank's own counts"
+    assert (sample.num_tokens, sample.tokens_squared) == (24, 8 * 9)
+
+
+def test_without_the_rows_of_the_others_there_are_no_peaks_but_alone_there_are():
+    lonely, alone = count_meter(2, 1, reduce=lambda tensor: None), count_meter()
+    for meter in (lonely, alone):
+        meter.register(Listener(), 2)
+        record(meter, 0, [2, 1], rows=3)
+        record(meter, 0, [3, 2], rows=5)
+    sample = lonely.sample(step=1)
+    assert sample.peak_rows_LG is None and sample.largest_rows_LG is None
+    sample = alone.sample(step=1)
+    assert (sample.peak_rows_LG.tolist(), sample.largest_rows_LG.tolist()) == ([[8]], [[5]])
+
+
+def test_rows_of_ranks_that_make_no_groups_of_the_job_are_refused():
+    meter = count_meter(4, 0)
+    meter.register(Listener(), 2)
+    with pytest.raises(ValueError, match="rows of 3 ranks, expected a divisor of 4 ranks"):
+        record(meter, 0, [1, 1], rows=np.array([1, 2, 3]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scores_every": -1}, r"scores_every=-1 must be 0 \(never\) or more steps"),
+        ({"swaps_every": -2}, "swaps_every=-2 must be 0"),
+        ({"swap_delta": 0.0}, r"swap_delta=0.0 is out of \(0, 1\)"),
+    ],
+)
+def test_settings_out_of_their_bounds_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        LoadMeter(**options)
+
+
+def statistics_of(sample):
+    names = {f.name for f in fields(sample) if getattr(sample, f.name) is None}
+    scores = {"score_sum_LE", "score_histogram_LEB", "score_edges_X"}
+    swaps = {"swaps_LE", "wide_swaps_LE", "swap_delta"}
+    assert names in (scores | swaps, scores, swaps, set()), "a field is there or missing with its kind"
+    return ("scores" if not names & scores else "") + ("swaps" if not names & swaps else "")
+
+
+@pytest.mark.parametrize(
+    ("scores_every", "swaps_every", "want"),
+    [
+        (1, 3, ["scoresswaps", "scores", "scores", "scoresswaps", "scores", "scores", "scoresswaps"]),
+        (2, 0, ["scores", "", "scores", "", "scores", "", "scores"]),
+        (0, 1, ["swaps"] * 7),
+    ],
+)
+def test_statistics_are_there_in_the_steps_that_they_are_due_in_also_after_resuming(
+    scores_every, swaps_every, want
+):
+    def run(meter, steps):
+        layer = make_layer(meter)
+        found = []
+        for step in steps:
+            for micro in range(2):
+                layer(rows(6, seed=micro))
+            found.append(statistics_of(meter.sample(step)))
+        return found
+
+    meter = LoadMeter(scores_every=scores_every, swaps_every=swaps_every)
+    assert run(meter, range(1, 8)) == want
+    for resumed in range(1, 7):
+        meter = LoadMeter(scores_every=scores_every, swaps_every=swaps_every)
+        meter.next_step = resumed + 1
+        assert run(meter, range(resumed + 1, 8)) == want[resumed:]
+
+
+def test_one_reduction_a_step_carries_everything(monkeypatch):
+    """Two layers, two micro-batches, statistics due: one collective, and no tensor is read on the host
+    before it."""
+    calls = []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: calls.append(tensor.numel()))
+    meter = LoadMeter(2, 0, swaps_every=1)
+    layers = [make_layer(meter) for _ in range(2)]
+    with monkeypatch.context() as patch:
+        for name in ("item", "tolist", "cpu", "__int__", "__float__", "__bool__"):
+            patch.setattr(torch.Tensor, name, lambda *_: pytest.fail("a host sync"))
+        for layer in layers:
+            for mask_T in (None, torch.tensor([True, False, True])):
+                with torch.no_grad():
+                    routing = layer.router(rows(3), mask_T)
+                zero = torch.zeros(())
+                bias_E = layer.router.bias.bias_E
+                meter.record(
+                    layer.meter_row,
+                    routing,
+                    rows=np.array([3, 4]),
+                    bias_E=bias_E,
+                    balance_sum=zero,
+                    z_sum=zero,
+                )
+        assert calls == []
+    sample = meter.sample(1, torch.tensor([5.0]))
+    assert len(calls) == 1 and statistics_of(sample) == "scoresswaps"
+    assert calls[0] > sample.score_histogram_LEB.size and sample.extra_X.tolist() == [5.0]

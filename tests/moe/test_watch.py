@@ -5,7 +5,6 @@ import multiprocessing as mp
 import os
 import runpy
 import signal
-import subprocess
 import time
 import zlib
 from contextlib import contextmanager, suppress
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import moe.watch
+import moe.watch_record
 from moe.config import MoEConfig
 from moe.exchange import DistExchange, SoloExchange
 from moe.groups import Groups
@@ -26,7 +26,6 @@ from moe.naming import current_tag, tag
 from moe.topology import Topology
 from moe.watch import (
     RankLostError,
-    Record,
     Watch,
     WatchedExchange,
     is_exchange_error,
@@ -304,6 +303,22 @@ def test_a_rank_that_raised_is_at_fault_and_one_whose_exchange_failed_is_not(pai
     assert "raised ValueError: bad batch" in str(lost)
 
 
+def test_an_error_of_its_own_stands_whatever_it_leads_to(pair):
+    mine, other = pair
+    other.raised(ValueError("bad batch"))
+    other.raised(RuntimeError("error in a step: bad batch, connection to the data lost"))
+    other.raised(CLOSED)
+    assert "raised ValueError: bad batch. Its last" in str(mine.explain(CLOSED))
+
+
+def test_an_error_begins_with_the_step_where_there_is_one(pair):
+    mine, other = pair
+    other._write_state("done")
+    assert str(mine.explain(CLOSED)).startswith("rank 1 (pid ")
+    mine.step(4)
+    assert str(mine.explain(CLOSED)).startswith("step 4: rank 1 (pid ")
+
+
 def test_a_rank_that_left_early_is_at_fault(pair):
     mine, other = pair
     other._write_state("done")
@@ -312,7 +327,7 @@ def test_a_rank_that_left_early_is_at_fault(pair):
 
 def test_heartbeats_that_stop_are_told_from_those_that_go_on(pair, monkeypatch):
     mine, other = pair
-    monkeypatch.setattr(moe.watch, "_MISSED_BEATS", 0.2 / 60)  # of rank 1's interval: 0.2 s
+    monkeypatch.setattr(moe.watch_record, "MISSED_BEATS", 0.2 / 60)  # of rank 1's interval: 0.2 s
     lost = mine.explain(CLOSED, patience_s=5)
     assert lost.kind == "silent"
     assert "its heartbeats stopped though its process exists" in str(lost)
@@ -322,43 +337,26 @@ def test_heartbeats_that_stop_are_told_from_those_that_go_on(pair, monkeypatch):
 
 def test_silence_is_seen_on_another_host_too_and_its_process_is_not_looked_for(pair, monkeypatch):
     mine, other = pair
-    monkeypatch.setattr(moe.watch.socket, "gethostname", lambda: "elsewhere")
+    monkeypatch.setattr(moe.watch_record.socket, "gethostname", lambda: "elsewhere")
     other._write_beat()
     monkeypatch.undo()
-    monkeypatch.setattr(moe.watch, "_process", lambda record: pytest.fail("a pid of another host"))
-    monkeypatch.setattr(moe.watch, "_MISSED_BEATS", 0.1 / 60)
+    stat = moe.watch_record.process_stat  # the heartbeat thread asks for its own
+    asked = []
+    watched = lambda pid: stat(pid) if pid == "self" else asked.append(pid) or ("", "")  # noqa: E731
+    monkeypatch.setattr(moe.watch_record, "process_stat", watched)
+    monkeypatch.setattr(moe.watch_record, "MISSED_BEATS", 0.1 / 60)
     lost = mine.explain(CLOSED, patience_s=5)
     assert (lost.kind, "on elsewhere)" in str(lost)) == ("silent", True)
+    assert not asked, "a pid of another host"
     assert "process exists" not in str(lost)
 
 
 def test_another_process_with_the_pid_of_a_dead_rank_does_not_pass_for_it(pair, monkeypatch):
     mine, other = pair
-    monkeypatch.setattr(moe.watch, "_process_stat", lambda pid: ("S", "1"))  # an earlier start
+    monkeypatch.setattr(moe.watch_record, "process_stat", lambda pid: ("S", "1"))  # an earlier start
     other._write_beat()
     monkeypatch.undo()
     assert mine.explain(CLOSED).kind == "gone"
-
-
-def test_a_killed_process_is_gone_before_its_parent_has_waited_for_it():
-    child = subprocess.Popen(["sleep", "60"])
-    record = Record(pid=child.pid, started=moe.watch._process_stat(str(child.pid))[1])
-
-    def becomes(state):
-        deadline = time.monotonic() + 5
-        while moe.watch._process(record) != state and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return moe.watch._process(record) == state
-
-    try:
-        assert becomes("alive")
-        child.send_signal(signal.SIGSTOP)
-        assert becomes("stopped")
-    finally:
-        child.kill()
-    assert becomes("gone")  # a zombie
-    child.wait()
-    assert becomes("gone")
 
 
 def test_of_ranks_elsewhere_the_one_furthest_behind_that_still_runs_is_named(tmp_path, monkeypatch):
@@ -385,7 +383,7 @@ def test_records_missing_torn_foreign_or_of_an_earlier_run_are_no_trouble(tmp_pa
     with Watch(tmp_path, 2, 5) as torn:
         torn.operation("layer 0 dispatch forward")
         raw = bytearray((tmp_path / "rank-2").read_bytes())
-        raw[moe.watch._OPERATION + 20] ^= 1
+        raw[moe.watch_record.OPERATION + 20] ^= 1
         (tmp_path / "rank-2").write_bytes(raw)
         (tmp_path / "rank-3").write_bytes(b"\xff" * 100)
         body = b'{"other": "form"}'.ljust(502)

@@ -1,0 +1,128 @@
+"""Feed-forward: every slot's feed-forward over its rows, which stand in blocks.
+
+    as they arrive, by source rank:   (r0,s0 ...)(r0,s1 ..)(r1,s0 ..)(r1,s1 ....)     rows_Ps [[3, 2], [2, 4]]
+
+SwiGLU: w2 (silu(w1 x) * w3 x).   GELU: w2 gelu(w1 x).   Three ways to compute them:
+
+    loop        slot after slot, the whole feed-forward in one autograd function (slot_loop.py; any type)
+    grouped_mm  one kernel a projection (16 and 32 bit, rows a multiple of 16 bytes)
+    bmm         one batched product a projection, where every slot has the same number of rows
+
+The loop takes its blocks where they stand; for the others the rows are put in order by slot, and back.
+No way indexes a fused weight expert by expert under autograd: that would add up E gradients of the full size.
+"""
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from moe.permute import permute_rows, transposed_blocks
+from moe.slot_loop import LoopFeedForward
+
+METHODS = ("auto", "loop", "grouped_mm", "bmm")
+
+
+def grouped_mm_is_legal(rows_RI: torch.Tensor, weight_eOI: torch.Tensor) -> bool:
+    """Whether torch's grouped product takes these: no float64, row strides of a multiple of 16 bytes."""
+    size = rows_RI.element_size()
+    strides_fit = all(n * size % 16 == 0 for n in (rows_RI.shape[1], *weight_eOI.shape[1:]))
+    return rows_RI.dtype in (torch.bfloat16, torch.float16, torch.float32) and strides_fit
+
+
+def choose_method(rows_RD: torch.Tensor, w1: torch.Tensor) -> str:
+    """The fastest legal way: first what the types and sizes allow, then what was measured to be fast.
+
+    Measured with `counterpoise bench layer` (D 256, F 512, 64 to 2048 rows a slot). On CPU the loop won or
+    tied at every size in float32 and bfloat16: what lies between the products stays in the cache. On CUDA the
+    loop would launch 3 kernels a slot and product, so one grouped kernel is taken where it is legal (not in
+    float32, where it is none of the fast kernels). The rule looks at sizes alone, so a resumed run chooses
+    alike.
+    """
+    grouped = rows_RD.is_cuda and rows_RD.element_size() == 2 and grouped_mm_is_legal(rows_RD, w1)
+    return "grouped_mm" if grouped and rows_RD.shape[0] else "loop"
+
+
+def feed_forward(
+    rows_RD: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    w3: torch.Tensor | None,
+    rows_Ps: torch.Tensor,
+    weight_R: torch.Tensor | None = None,
+    method: str = "auto",
+) -> torch.Tensor:
+    """Run every slot's feed-forward over its rows.
+
+    rows_RD: [R, D], in blocks by (source rank, slot);  w1, w3: [e, F, D], w2: [e, D, F]; w3 None = GELU
+    instead of SwiGLU;  rows_Ps: [P, e] int64 on the host, the blocks' rows, or [e] where there is one source;
+    weight_R: [R] router weight, applied before the second matrix;  method: one of METHODS.
+    Returns [R, D], in the order of rows_RD.   Raises ValueError where the counts do not sum to R, and for a
+    method that is unknown or not legal here.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method={method!r} is unknown; use one of {', '.join(METHODS)}")
+    rows_Ps = rows_Ps[None] if rows_Ps.ndim == 1 else rows_Ps
+    if rows_Ps.shape[1] != w1.shape[0]:
+        raise ValueError(f"rows_Ps has {rows_Ps.shape[1]} slots, and the weights are of {w1.shape[0]}")
+    if int(rows_Ps.sum()) != rows_RD.shape[0] or bool((rows_Ps < 0).any()):
+        raise ValueError(
+            f"rows_Ps {rows_Ps.tolist()} must be 0 or more each and sum to the {rows_RD.shape[0]} rows given"
+        )
+    if weight_R is not None:
+        weight_R = weight_R.to(rows_RD.dtype)
+    if method == "auto":
+        method = choose_method(rows_RD, w1)
+    if method == "loop":
+        return LoopFeedForward.apply(rows_RD, w1, w2, w3, weight_R, rows_Ps)
+    by_slot, by_source = transposed_blocks(rows_Ps.numpy(), rows_RD.device)
+    rows_RD = permute_rows(rows_RD, by_slot, by_source)
+    rows_s = rows_Ps.sum(dim=0)
+    product = _grouped(rows_RD, w1, rows_s) if method == "grouped_mm" else _batched(rows_s)
+    gate = product(rows_RD, w1)
+    hidden = F.gelu(gate) if w3 is None else F.silu(gate) * product(rows_RD, w3)
+    if weight_R is not None:
+        hidden = hidden * permute_rows(weight_R, by_slot, by_source)[:, None]
+    return permute_rows(product(hidden, w2), by_source, by_slot)
+
+
+def _grouped(rows_RD: torch.Tensor, w1: torch.Tensor, rows_s: torch.Tensor) -> Any:
+    """The product of torch's grouped kernel."""
+    if not grouped_mm_is_legal(rows_RD, w1):
+        raise ValueError(
+            f"grouped_mm takes no {rows_RD.dtype} rows of width {rows_RD.shape[1]} and {w1.shape[1]} (16 or "
+            '32 bits, a multiple of 16 bytes): use method="loop"'
+        )
+    offs = rows_s.cumsum(0).to(device=rows_RD.device, dtype=torch.int32)
+
+    def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        # the clone in the backward: the kernel refuses an expanded gradient (that of a sum)
+        return _OwnGradient.apply(F.grouped_mm(rows, weight.transpose(1, 2), offs=offs))
+
+    return product
+
+
+class _OwnGradient(torch.autograd.Function):
+    """Identity whose gradient lies in memory row by row."""
+
+    @staticmethod
+    def forward(ctx: Any, rows):
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any):
+        return grad_outputs[0].contiguous()
+
+
+def _batched(rows_s: torch.Tensor) -> Any:
+    """The product of one batched matrix product."""
+    if int(rows_s.max()) != int(rows_s.min()):
+        raise ValueError(
+            f'bmm takes the same number of rows for every slot, got {rows_s.tolist()}: use method="loop"'
+        )
+
+    def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        cut = rows.view(weight.shape[0], int(rows_s[0]), rows.shape[1])
+        return torch.bmm(cut, weight.transpose(1, 2)).flatten(0, 1)
+
+    return product

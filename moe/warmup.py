@@ -1,0 +1,21 @@
+"""Warm-up: compile what a layer calls before the first step, not within it."""
+
+import torch
+
+from moe.config import MoEConfig
+from moe.layer import MoELayer
+from moe.meter import LoadMeter
+from moe.topology import Topology
+from routing import RouterConfig
+
+
+def warm(dtype: torch.dtype) -> None:
+    """Run a tiny layer of this type forward and backward: its kernels are compiled, or come from the disk.
+
+    The state of torch's global generator stays as it was.
+    """
+    config = MoEConfig(router=RouterConfig(d_model=8, num_experts=2, top_k=1), expert_hidden=8)
+    with torch.random.fork_rng(devices=[]):
+        layer = MoELayer(config, Topology(), meter=LoadMeter()).to(dtype)
+        y_TD, aux_loss = layer(torch.ones(3, 8, dtype=dtype))
+        (y_TD.sum() + aux_loss).backward()
