@@ -23,7 +23,8 @@ SIZES = [(16, 2, 2048), (64, 6, 1024), (64, 2, 4096), (16, 2, 8192), (128, 8, 20
 # other people's; those that are ranked; the rest are this layer or the floor with something added
 OTHERS = ("ds_native", "ds_autoep", "hf_eager", "hf_grouped")
 RANKED = ("counterpoise", *OTHERS)
-ON_RANKS = ("floor", "counterpoise", "ds_native", "ds_autoep", "observed", "recompute", "floor_recompute")
+RECOMPUTED = ("recompute", "recompute_rows", "floor_recompute")
+ON_RANKS = ("floor", "counterpoise", "ds_native", "ds_autoep", "observed", *RECOMPUTED)
 ON_ONE = ("floor", "counterpoise", "hf_eager", "hf_grouped")
 
 

@@ -46,5 +46,5 @@ def has_kernel(tensor: torch.Tensor) -> bool:
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
     """The tensor's memory as a kernel takes it: bfloat16 as uint16."""
-    tensor = tensor.detach()
+    tensor = tensor.detach() if tensor.requires_grad else tensor
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()

@@ -20,7 +20,7 @@ from moe.groups import Groups
 from moe.meter import LoadMeter
 from moe.naming import forward_phase, in_backward, tag
 from moe.placement import Split, check_homes, even_split, home_slots
-from moe.recompute import Route, current_memory
+from moe.recompute import Route, as_leaf, current_memory, kept
 from moe.timing import no_timer
 from moe.topology import Topology
 from routing import Router, Routing, losses
@@ -110,47 +110,50 @@ class MoELayer(nn.Module):
         if token_mask_T is not None:  # padding may hold NaN, which 0 * NaN would carry into gradients
             x_TD = torch.where(token_mask_T[:, None], x_TD, 0.0)
         with forward_phase():
-            routing, counts_PE, counts_E = self._route(x_TD, token_mask_T)
+            routing, route = self._route(x_TD, token_mask_T)
             with self._part("split"):
-                rows_PS = self.split(counts_PE, self.slot_to_expert_S)
-                check_split(rows_PS, counts_PE, self.slot_to_expert_S)
+                rows_PS = self.split(route.counts_PE, self.slot_to_expert_S)
+                check_split(rows_PS, route.counts_PE, self.slot_to_expert_S)
             aside: list[torch.Tensor] = []
             y_TD = self._experts(
-                x_TD, routing, rows_PS, lambda: aside.extend(self._aside(x, x_TD, routing, counts_E, rows_PS))
+                x_TD, routing, rows_PS, lambda: aside.extend(self._aside(x, x_TD, routing, route, rows_PS))
             )
         aux_loss, *shared_TD = aside
         return (y_TD + shared_TD[0] if shared_TD else y_TD).view_as(x), aux_loss
 
-    def _aside(
-        self,
-        x: torch.Tensor,
-        x_TD: torch.Tensor,
-        routing: Routing,
-        counts_E: torch.Tensor,
-        rows_PS: np.ndarray,
-    ) -> list[torch.Tensor]:
-        """What needs no rows of other ranks, done while they travel: auxiliary loss, shared expert."""
-        rows_P = rows_PS.sum(axis=0).reshape(self.topology.ep_size, -1).sum(axis=1)
-        sequences = x.shape[0] if x.ndim == 3 else 1
-        aux_loss = self.auxiliary_loss(routing, counts_E, rows_P=rows_P, num_sequences=sequences)
-        return [aux_loss] if self.shared_expert is None else [aux_loss, self.shared_expert(x_TD)]
-
-    def _route(
-        self, x_TD: torch.Tensor, token_mask_T: torch.Tensor | None
-    ) -> tuple[Routing, np.ndarray, torch.Tensor]:
+    def _route(self, x_TD: torch.Tensor, token_mask_T: torch.Tensor | None) -> tuple[Routing, Route]:
         """Routing and counts of all ranks; those of the first forward where a checkpoint runs it again."""
         memory = current_memory()
         route = memory.replay() if memory is not None and memory.replaying else None
-        with self._part("route"):
+        if route is not None and route.routing is not None:
+            return route.routing, route
+        with self._part("route"), kept(memory):
             routing = self.router.route(x_TD, token_mask_T, None if route is None else route.expert_TK)
         if route is not None:
-            return routing, route.counts_PE, route.counts_E
+            return routing, route
         with self._part("counts"):
-            counts_PE, global_counts_E = self.gather_counts(routing)
+            counts_PE, counts_E = self.gather_counts(routing)
+        expert_TK = routing.expert_N.view(routing.num_tokens, self.config.router.top_k)
+        route = Route(expert_TK=expert_TK, counts_PE=counts_PE, counts_E=counts_E)
         if memory is not None:
-            expert_TK = routing.expert_N.view(routing.num_tokens, self.config.router.top_k)
-            memory.routes.append(Route(expert_TK=expert_TK, counts_PE=counts_PE, counts_E=global_counts_E))
-        return routing, counts_PE, global_counts_E
+            memory.record(route, routing)
+        return routing, route
+
+    def _aside(
+        self, x: torch.Tensor, x_TD: torch.Tensor, routing: Routing, route: Route, rows_PS: np.ndarray
+    ) -> list[torch.Tensor]:
+        """What needs no rows of other ranks, done while they travel: auxiliary loss, shared expert."""
+        memory, aux_loss = current_memory(), route.aux_loss
+        if aux_loss is None:
+            rows_P = rows_PS.sum(axis=0).reshape(self.topology.ep_size, -1).sum(axis=1)
+            sequences = x.shape[0] if x.ndim == 3 else 1
+            with kept(memory):
+                aux_loss = self.auxiliary_loss(
+                    routing, route.counts_E, rows_P=rows_P, num_sequences=sequences
+                )
+            if memory is not None and memory.keep_rows:
+                route.aux_loss = as_leaf(aux_loss)
+        return [aux_loss] if self.shared_expert is None else [aux_loss, self.shared_expert(x_TD)]
 
     def _experts(
         self, x_TD: torch.Tensor, routing: Routing, rows_PS: np.ndarray, meanwhile: Callable[[], None]
@@ -164,7 +167,7 @@ class MoELayer(nn.Module):
             weight_R = dispatch_weights(handle) if before else None
         with self._part("experts"):
             rows_RD = self.experts(rows_RD, handle.rows_by_source_Ps[:, self._home_slots], weight_R)
-        with self._part("combine"):
+        with self._part("combine"), kept(current_memory()):
             return combine(rows_RD, handle, weighted=not before)
 
     @contextmanager
@@ -205,7 +208,10 @@ class MoELayer(nn.Module):
         router = self.config.router
         counting = self.training and not in_backward()  # in a backward: recomputation
         mask_T = routing.token_mask_T
-        probs_TE = losses.router_probs(routing.logits_TE, router.score)
+        if router.score == "softmax":  # scores that sum to 1: they are the probabilities
+            probs_TE = routing.scores_TE
+        else:
+            probs_TE = losses.router_probs(routing.logits_TE, router.score)
         if router.balance_scope == "sequence":
             expert_TK = routing.expert_N.view(routing.num_tokens, router.top_k)
             balance = losses.sequence_balance_loss(probs_TE, expert_TK, num_sequences, mask_T)

@@ -6,34 +6,49 @@ The second forward of a checkpoint must not route again: logits that differ in t
 experts, then splits no longer pair up between ranks, and the job hangs. So the layers inside leave their
 routes and counts with the first forward, and the second takes them from there: it asks nobody for counts, and
 counts nothing.
+
+keep="rows" keeps more than the choices: what the router computed, and the rows that came back from the
+experts. Then the second forward of a layer is its dispatch and its experts alone, with one exchange instead
+of two.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from routing import Routing
+
 _CURRENT: ContextVar["RouteMemory | None"] = ContextVar("routes", default=None)
+KEEP = ("routes", "rows")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Route:
-    """What one layer decided. expert_TK: [T, K] int64;  counts_PE: [P, E] int64 on the host;  counts_E:
-    [E]."""
+    """What one layer decided.
+
+    expert_TK: [T, K] int64;  counts_PE: [P, E] int64 on the host;  counts_E: [E];  routing, aux_loss: what
+    the router computed, apart from its graph, where that is kept.
+    """
 
     expert_TK: torch.Tensor
     counts_PE: np.ndarray
     counts_E: torch.Tensor
+    routing: Routing | None = None
+    aux_loss: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
 class RouteMemory:
     """The routes of one checkpointed call, in the order of its layers."""
 
+    keep_rows: bool = False
     routes: list[Route] = field(default_factory=list)
     replaying: bool = False
     _next: int = 0
@@ -49,18 +64,45 @@ class RouteMemory:
         self._next += 1
         return route
 
+    def record(self, route: Route, routing: Routing) -> None:
+        """Take in the route of the next layer, and the routing itself where it is kept."""
+        if self.keep_rows:
+            tensors = ("weight_N", "scores_TE", "logits_TE")
+            route.routing = replace(routing, **{name: as_leaf(getattr(routing, name)) for name in tensors})
+        self.routes.append(route)
+
 
 def current_memory() -> RouteMemory | None:
     """The memory of the checkpointed call that is running, if any."""
     return _CURRENT.get()
 
 
-def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False) -> Any:
+def kept(memory: RouteMemory | None) -> AbstractContextManager[Any]:
+    """Tensors that are saved for the backward in here stay, where the call keeps more than its routes."""
+    if memory is None or not memory.keep_rows:
+        return nullcontext()
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)  # before those of the checkpoint
+
+
+def as_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values without their graph: what needs a gradient still says so, and is saved alike."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def checkpoint(
+    function: Callable[..., Any], *args: Any, use_reentrant: bool = False, keep: str = "routes"
+) -> Any:
     """torch's activation checkpointing of function(*args), with the routes of the first forward kept.
 
-    function: runs MoE layers, returns tensors;  use_reentrant: which of torch's two ways.
+    function: runs MoE layers, returns tensors;  use_reentrant: which of torch's two ways;  keep: "routes"
+    takes the least memory, "rows" the least time: it keeps [R, D] and a few [T, E] a layer besides.
+    Raises ValueError for another keep, and for "rows" with use_reentrant, which cannot keep a part.
     """
-    memory = RouteMemory()
+    if keep not in KEEP:
+        raise ValueError(f"keep={keep!r} is unknown; use one of {', '.join(KEEP)}")
+    if keep == "rows" and use_reentrant:
+        raise ValueError('keep="rows" needs use_reentrant=False: the reentrant way keeps all or nothing')
+    memory = RouteMemory(keep_rows=keep == "rows")
 
     def run(*inputs: Any) -> Any:
         memory.begin()

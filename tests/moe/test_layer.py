@@ -16,6 +16,7 @@ from moe import (
     make_groups,
 )
 from moe.exchange import DistExchange
+from moe.recompute import checkpoint as ours
 from moe.testing import RankFailedError, run_loopback, run_ranks
 from routing import RouterConfig
 
@@ -276,9 +277,13 @@ def test_padding_that_is_not_finite_reaches_no_gradient(value, score):
         assert torch.isfinite(parameter.grad).all(), name
 
 
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non_reentrant"])
+@pytest.mark.parametrize(
+    "how",
+    [{"use_reentrant": True}, {"use_reentrant": False}, {"keep": "rows"}],
+    ids=["reentrant", "non_reentrant", "keep_rows"],
+)
 @pytest.mark.parametrize("scope", ["local", "global", "previous", "running", "sequence"])
-def test_recomputation_changes_no_gradient_in_any_scope(scope, reentrant):
+def test_recomputation_changes_no_gradient_in_any_scope(scope, how):
     layer = solo_layer(balance_scope=scope, balance_loss=1.0)
     grads = []
     for recompute in (True, False):
@@ -287,7 +292,7 @@ def test_recomputation_changes_no_gradient_in_any_scope(scope, reentrant):
         for micro in range(3):
             generator = torch.Generator().manual_seed(micro)
             x = torch.randn(9, WIDTH, dtype=torch.float64, generator=generator).requires_grad_(True)
-            y, aux_loss = checkpoint(layer, x, use_reentrant=reentrant) if recompute else layer(x)
+            y, aux_loss = (ours if "keep" in how else checkpoint)(layer, x, **how) if recompute else layer(x)
             (y.sum() + aux_loss).backward()
         grads.append(layer.router.gate.weight.grad.clone())
     assert torch.equal(*grads)

@@ -78,7 +78,7 @@ def make_draw(seed: int) -> Draw:
         weight_position=str(draw.choice(["after", "before"])),
         bias=str(draw.choice(["none", "mixed", "one_expert", "one_rank"])),
         masked=bool(draw.integers(0, 2)),
-        recompute=str(draw.choice(["no", "reentrant", "non_reentrant"])),
+        recompute=str(draw.choice(["no", "reentrant", "non_reentrant", "keep_rows"])),
         spare=int(draw.integers(0, 3)),
         dtype=[torch.float64, torch.float64, torch.float32, torch.bfloat16][int(draw.integers(0, 4))],
     )
@@ -130,7 +130,8 @@ def layer_step(exchange, draw: Draw):
     if draw.recompute == "no":
         y, aux_loss = layer(x, masks)
     else:
-        y, aux_loss = checkpoint(layer, x, masks, use_reentrant=draw.recompute == "reentrant")
+        keep = "rows" if draw.recompute == "keep_rows" else "routes"
+        y, aux_loss = checkpoint(layer, x, masks, use_reentrant=draw.recompute == "reentrant", keep=keep)
         with torch.no_grad():  # another gate in the second forward: the stored routes must be used
             layer.router.bias.set(layer.router.bias.bias_E.flip(0) + torch.arange(draw.experts))
     torch.autograd.backward([y, aux_loss], [grad, torch.ones_like(aux_loss)])
@@ -220,7 +221,7 @@ def step_on_ranks(rank, world, draw):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("recompute", ["no", "reentrant", "non_reentrant"])
+@pytest.mark.parametrize("recompute", ["no", "reentrant", "non_reentrant", "keep_rows"])
 @pytest.mark.parametrize("tokens_P", [(0, 7), (5, 0, 3)], ids=str)
 def test_gloo_ranks_equal_the_reference_with_a_rank_without_rows(tokens_P, recompute):
     draw = Draw(

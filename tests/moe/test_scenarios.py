@@ -100,7 +100,8 @@ def run_layer(case: Case, layer: MoELayer, rank: int) -> dict:
         if case.recompute == "no":
             y_TD, aux_loss = layer(x_TD)
         else:
-            y_TD, aux_loss = checkpoint(layer, x_TD, use_reentrant=case.recompute == "reentrant")
+            keep = "rows" if case.recompute == "keep_rows" else "routes"
+            y_TD, aux_loss = checkpoint(layer, x_TD, use_reentrant=case.recompute == "reentrant", keep=keep)
         torch.autograd.backward([y_TD, aux_loss], [grad_TD, torch.ones_like(aux_loss)])
         aux += float(aux_loss.detach())
         outputs.append(y_TD.detach().double().numpy())
@@ -199,7 +200,7 @@ def listed_step(exchange, case: Case):
 MODES = [
     {"recompute": recompute, "shared": shared, "weight_position": position}
     for recompute, shared, position in product(
-        ["no", "reentrant", "non_reentrant"], [0, 8], ["after", "before"]
+        ["no", "reentrant", "non_reentrant", "keep_rows"], [0, 8], ["after", "before"]
     )
 ]
 
