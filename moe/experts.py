@@ -33,10 +33,14 @@ class Experts(nn.Module):
         init_experts(self, np.arange(num_local))
 
     def forward(
-        self, rows_RD: torch.Tensor, rows_Ps: torch.Tensor, weight_R: torch.Tensor | None = None
+        self,
+        rows_RD: torch.Tensor,
+        rows_Ps: torch.Tensor,
+        weight_R: torch.Tensor | None = None,
+        output: bool = True,
     ) -> torch.Tensor:
         """Rows [R, D] in blocks by (source, slot), their numbers [P, e] or [e], weights [R] -> [R, D]."""
-        return feed_forward(rows_RD, self.w1, self.w2, self.w3, rows_Ps, weight_R, self.method)
+        return feed_forward(rows_RD, self.w1, self.w2, self.w3, rows_Ps, weight_R, self.method, output)
 
 
 def init_experts(experts: Experts, expert_e: np.ndarray) -> None:

@@ -51,12 +51,14 @@ def feed_forward(
     rows_Ps: torch.Tensor,
     weight_R: torch.Tensor | None = None,
     method: str = "auto",
+    output: bool = True,
 ) -> torch.Tensor:
     """Run every slot's feed-forward over its rows.
 
     rows_RD: [R, D], in blocks by (source rank, slot);  w1, w3: [e, F, D], w2: [e, D, F]; w3 None = GELU
     instead of SwiGLU;  rows_Ps: [P, e] int64 on the host, the blocks' rows, or [e] where there is one source;
-    weight_R: [R] router weight, applied before the second matrix;  method: one of METHODS.
+    weight_R: [R] router weight, applied before the second matrix;  method: one of METHODS;
+    output: False computes what a backward wants; the result is then not to be used.
     Returns [R, D], in the order of rows_RD.   Raises ValueError where the counts do not sum to R, and for a
     method that is unknown or not legal here.
     """
@@ -74,7 +76,7 @@ def feed_forward(
     if method == "auto":
         method = choose_method(rows_RD, w1)
     if method == "loop":
-        return LoopFeedForward.apply(rows_RD, w1, w2, w3, weight_R, rows_Ps)
+        return LoopFeedForward.apply(rows_RD, w1, w2, w3, weight_R, rows_Ps, output)
     by_slot, by_source = transposed_blocks(rows_Ps.numpy(), rows_RD.device)
     rows_RD = permute_rows(rows_RD, by_slot, by_source)
     rows_s = rows_Ps.sum(dim=0)

@@ -116,7 +116,11 @@ class MoELayer(nn.Module):
                 check_split(rows_PS, route.counts_PE, self.slot_to_expert_S)
             aside: list[torch.Tensor] = []
             y_TD = self._experts(
-                x_TD, routing, rows_PS, lambda: aside.extend(self._aside(x, x_TD, routing, route, rows_PS))
+                x_TD,
+                routing,
+                route,
+                rows_PS,
+                lambda: aside.extend(self._aside(x, x_TD, routing, route, rows_PS)),
             )
         aux_loss, *shared_TD = aside
         return (y_TD + shared_TD[0] if shared_TD else y_TD).view_as(x), aux_loss
@@ -156,19 +160,31 @@ class MoELayer(nn.Module):
         return [aux_loss] if self.shared_expert is None else [aux_loss, self.shared_expert(x_TD)]
 
     def _experts(
-        self, x_TD: torch.Tensor, routing: Routing, rows_PS: np.ndarray, meanwhile: Callable[[], None]
+        self,
+        x_TD: torch.Tensor,
+        routing: Routing,
+        route: Route,
+        rows_PS: np.ndarray,
+        meanwhile: Callable[[], None],
     ) -> torch.Tensor:
-        """Dispatch, experts, combine."""
+        """Dispatch, experts, combine; without the last where a checkpoint has kept what it gave."""
         exchange, before = self.groups.ep, self.config.weight_position == "before"
         with self._part("dispatch"):
             rows_RD, handle = dispatch(
                 x_TD, routing, rows_PS, self.slot_to_expert_S, exchange, meanwhile, by_slot=False
             )
             weight_R = dispatch_weights(handle) if before else None
+        rows_Ps = handle.rows_by_source_Ps[:, self._home_slots]
         with self._part("experts"):
-            rows_RD = self.experts(rows_RD, handle.rows_by_source_Ps[:, self._home_slots], weight_R)
-        with self._part("combine"), kept(current_memory()):
-            return combine(rows_RD, handle, weighted=not before)
+            rows_RD = self.experts(rows_RD, rows_Ps, weight_R, route.y_TD is None)
+        if route.y_TD is not None:
+            return route.y_TD
+        memory = current_memory()
+        with self._part("combine"), kept(memory):
+            y_TD = combine(rows_RD, handle, weighted=not before)
+        if memory is not None and memory.keep_rows:
+            route.y_TD = as_leaf(y_TD)
+        return y_TD
 
     @contextmanager
     def _part(self, name: str) -> Iterator[None]:

@@ -7,9 +7,9 @@ experts, then splits no longer pair up between ranks, and the job hangs. So the 
 routes and counts with the first forward, and the second takes them from there: it asks nobody for counts, and
 counts nothing.
 
-keep="rows" keeps more than the choices: what the router computed, and the rows that came back from the
-experts. Then the second forward of a layer is its dispatch and its experts alone, with one exchange instead
-of two.
+keep="rows" keeps more than the choices: what the router computed, the rows that came back from the experts,
+and their sum. Then the second forward of a layer is its dispatch and the experts' first products: one
+exchange instead of two, two products of three.
 """
 
 from collections.abc import Callable
@@ -33,8 +33,8 @@ KEEP = ("routes", "rows")
 class Route:
     """What one layer decided.
 
-    expert_TK: [T, K] int64;  counts_PE: [P, E] int64 on the host;  counts_E: [E];  routing, aux_loss: what
-    the router computed, apart from its graph, where that is kept.
+    expert_TK: [T, K] int64;  counts_PE: [P, E] int64 on the host;  counts_E: [E];  routing, aux_loss, y_TD:
+    what the router and the experts gave, apart from its graph, where that is kept.
     """
 
     expert_TK: torch.Tensor
@@ -42,6 +42,7 @@ class Route:
     counts_E: torch.Tensor
     routing: Routing | None = None
     aux_loss: torch.Tensor | None = None
+    y_TD: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -95,7 +96,7 @@ def checkpoint(
     """torch's activation checkpointing of function(*args), with the routes of the first forward kept.
 
     function: runs MoE layers, returns tensors;  use_reentrant: which of torch's two ways;  keep: "routes"
-    takes the least memory, "rows" the least time: it keeps [R, D] and a few [T, E] a layer besides.
+    takes the least memory, "rows" the least time: it keeps [R, D], [T, D] and a few [T, E] a layer too.
     Raises ValueError for another keep, and for "rows" with use_reentrant, which cannot keep a part.
     """
     if keep not in KEEP:

@@ -55,7 +55,7 @@ def slot_rows(rows_Ps: torch.Tensor) -> list[SlotRows]:
 
 
 class LoopFeedForward(torch.autograd.Function):
-    """rows_RD, w1, w2, w3 or None, weight_R or None, rows_Ps -> [R, D]; see `feed_forward`.
+    """rows_RD, w1, w2, w3 or None, weight_R or None, rows_Ps, output -> [R, D]; see `feed_forward`.
 
     The activations are computed again in the backward from what the first products gave: cheaper than the
     memory they would take. What is kept is kept slot by slot, and the rest lives in buffers of the fullest
@@ -63,22 +63,27 @@ class LoopFeedForward(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows_RD: Any, w1: Any, w2: Any, w3: Any, weight_R: Any, rows_Ps: Any) -> Any:
+    def forward(
+        ctx: Any, rows_RD: Any, w1: Any, w2: Any, w3: Any, weight_R: Any, rows_Ps: Any, output: bool
+    ) -> Any:
         slots = slot_rows(rows_Ps)
-        out_RD = rows_RD.new_empty((rows_RD.shape[0], w2.shape[1]))
-        hidden_buffer, out_buffer = _buffers(slots, w1, w1.shape[1], w2.shape[1])
+        out_RD = rows_RD.new_empty((rows_RD.shape[0] if output else 0, w2.shape[1]))
+        hidden_buffer, out_buffer = _buffers(slots if output else [], w1, w1.shape[1], w2.shape[1])
         kept: list[torch.Tensor] = []
         w1_e, w2_e, w3_e = (_slots_of(w if w is None else w.transpose(1, 2)) for w in (w1, w2, w3))
         for at in slots:
-            rows, hidden = at.read(rows_RD), hidden_buffer[: at.total]
+            rows = at.read(rows_RD)
             gate = torch.mm(rows, w1_e[at.slot])
             up = None if w3 is None else torch.mm(rows, w3_e[at.slot])
+            kept += [rows, gate] if up is None else [rows, gate, up]
+            if not output:
+                continue
+            hidden = hidden_buffer[: at.total]
             activate(gate, up, hidden)
             if weight_R is not None:
                 hidden.mul_(at.read(weight_R)[:, None])
             out = torch.mm(hidden, w2_e[at.slot], out=at.place(out_RD, out_buffer))
             at.write(out, out_RD)
-            kept += [rows, gate] if up is None else [rows, gate, up]
         ctx.save_for_backward(w1, w2, w3, weight_R, *kept)
         ctx.slots, ctx.shape = slots, rows_RD.shape
         return out_RD
@@ -109,7 +114,7 @@ class LoopFeedForward(torch.autograd.Function):
                 torch.mm(grad_up.t(), rows, out=grad_w3_e[at.slot])
                 grad_rows.addmm_(grad_up, w3_e[at.slot])
             at.write(grad_rows, grad_rows_RD)
-        return grad_rows_RD, *grads, None
+        return grad_rows_RD, *grads, None, None
 
 
 def _activations(

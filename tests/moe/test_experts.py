@@ -214,6 +214,12 @@ def test_rows_in_blocks_by_source_give_what_they_give_in_order_of_the_slots(
             assert ((ours.double() - reference).abs() <= TOLERANCE[dtype] * largest).all(), name
 
 
+def test_without_output_the_loop_leaves_the_second_product_out():
+    leaves, _ = tensors(COUNTS["uneven"], torch.float64)
+    out = feed_forward(*leaves[:4], torch.tensor(COUNTS["uneven"]), None, "loop", output=False)
+    assert out.shape == (0, WIDTH)
+
+
 def test_rows_of_another_number_of_slots_are_refused():
     leaves, _ = tensors(COUNTS["uneven"], torch.float32)
     with pytest.raises(ValueError, match="rows_Ps has 4 slots, and the weights are of 5"):
