@@ -27,7 +27,7 @@ from experiments.allocator import keep_memory
 from experiments.bench_layer import Case
 from moe import LoadMeter, MoEConfig, MoELayer, SoloExchange, Topology
 from moe.exchange import DistExchange, Exchange
-from moe.feed_forward import METHODS, feed_forward
+from moe.feed_forward import fastest_method, feed_forward
 from moe.ledger import CommLedger
 from moe.recompute import checkpoint
 from routing import RouterConfig
@@ -257,7 +257,7 @@ def _floor(case: Case, inputs: Inputs, topology: Topology, forwards: int) -> Run
         for tensor in (rows_RD, w1, w2, w3):
             tensor.grad = None
 
-    best = _fastest(compute)
+    best = fastest_method(rows_RD, w1, w2, w3, rows_s)
 
     def step() -> None:
         for _ in range(2 * forwards + 2):
@@ -265,20 +265,6 @@ def _floor(case: Case, inputs: Inputs, topology: Topology, forwards: int) -> Run
         compute(best)
 
     return Run(step=step)
-
-
-def _fastest(compute: Callable[[str], None]) -> str:
-    times: dict[str, float] = {}
-    for method in METHODS[1:]:
-        try:
-            compute(method)
-        except (ValueError, RuntimeError):
-            continue
-        for _ in range(3):
-            begun = time.perf_counter()
-            compute(method)
-            times[method] = min(times.get(method, torch.inf), time.perf_counter() - begun)
-    return min(times, key=lambda method: times[method])
 
 
 # ---- other people's -------------------------------------------------------------------------------------

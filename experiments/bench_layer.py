@@ -10,6 +10,7 @@ median of the rounds' ratios. The memory is what a step adds at its peak to what
 import argparse
 import json
 import statistics
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,8 +114,23 @@ def where() -> dict[str, str]:
     from experiments.rundir import versions
 
     found = versions()
-    commit = found.get("counterpoise") or ""
-    return {"machine": f"{found['platform']}, {_cpu()}", "commit": commit, "torch": found["torch"]}
+    machine = f"{found['platform']}, {_cpu()}"
+    return {
+        "machine": machine,
+        "commit": _commit() or found.get("counterpoise") or "",
+        "torch": found["torch"],
+    }
+
+
+def _commit() -> str:
+    """The commit of the working tree, with "+" where files of it have changed; "" outside of one."""
+    described = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--dirty=+"]
+    try:
+        return subprocess.run(
+            described, capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def _cpu() -> str:

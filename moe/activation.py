@@ -14,7 +14,10 @@ from moe.kernels import as_array, kernels
 
 
 def activate(gate_RF: torch.Tensor, up_RF: torch.Tensor | None, out_RF: torch.Tensor) -> None:
-    """Write the activation of gate_RF and up_RF (None: GELU) to out_RF; all [R, F], contiguous."""
+    """Write the activation of gate_RF and up_RF (None: GELU) to out_RF; [R, F], contiguous, one type."""
+    assert gate_RF.dtype == out_RF.dtype, (
+        f"{gate_RF.dtype} and {out_RF.dtype}: kernels take them for one type"
+    )
     if up_RF is None:
         torch.ops.aten.gelu.out(gate_RF, out=out_RF)
     elif _has_kernel(gate_RF):
@@ -67,4 +70,4 @@ def activate_backward_torch(
 
 
 def _has_kernel(gate_RF: torch.Tensor) -> bool:
-    return not gate_RF.is_cuda and gate_RF.dtype in (torch.float32, torch.bfloat16)
+    return gate_RF.device.type == "cpu" and gate_RF.dtype in (torch.float32, torch.bfloat16)

@@ -8,6 +8,7 @@ from routing.config import RouterConfig
 DTYPES = ("float32", "bfloat16")
 ACTIVATIONS = ("swiglu", "gelu")
 WEIGHT_POSITIONS = ("after", "before")
+METHODS = ("auto", "loop", "grouped_mm", "bmm")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,13 +38,22 @@ class MoEConfig:
             "choices": WEIGHT_POSITIONS,
         },
     )
+    method: str = field(
+        default="auto",
+        metadata={
+            "help": "how the experts' products are computed: auto chooses by device, type and sizes; bmm "
+            "wants as many rows for every expert",
+            "choices": METHODS,
+        },
+    )
 
     def __post_init__(self) -> None:
         if self.expert_hidden < 1:
             raise ValueError(f"moe.expert_hidden={self.expert_hidden} must be at least 1")
         if self.shared_hidden < 0:
             raise ValueError(f"moe.shared_hidden={self.shared_hidden} must be 0 (no shared expert) or more")
-        for name, choices in (("activation", ACTIVATIONS), ("weight_position", WEIGHT_POSITIONS)):
+        known = {"activation": ACTIVATIONS, "weight_position": WEIGHT_POSITIONS, "method": METHODS}
+        for name, choices in known.items():
             if getattr(self, name) not in choices:
                 raise ValueError(
                     f"moe.{name}={getattr(self, name)!r} is unknown; use one of {', '.join(choices)}"

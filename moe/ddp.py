@@ -27,6 +27,7 @@ def prepare_ddp(model: nn.Module) -> nn.Module:
         for module_name, layer in model.named_modules()
         if isinstance(layer, MoELayer)
         for name, parameter in layer.experts.named_parameters()
+        if parameter.requires_grad
     }
     if not experts:
         raise ValueError(
@@ -42,11 +43,15 @@ def prepare_ddp(model: nn.Module) -> nn.Module:
 
 def _as_mean(layer: MoELayer) -> Any:
     world_size, edp = layer.topology.world_size, layer.groups.edp
+    if edp.size > 1 and not hasattr(edp, "group"):
+        raise ValueError(
+            f"{type(edp).__name__} has no process group, which copies of experts are summed over"
+        )
 
     def hook(gradient: torch.Tensor) -> torch.Tensor:
         gradient = gradient / world_size
         if edp.size > 1:
-            dist.all_reduce(gradient, group=getattr(edp, "group", None))
+            dist.all_reduce(gradient, group=edp.group)  # pyright: ignore[reportAttributeAccessIssue]
         return gradient
 
     return hook

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from moe.naming import current_tag, tag
 
@@ -183,7 +184,8 @@ class _AllToAllV(torch.autograd.Function):
         return exchange.send_rows(rows_RD, input_splits, output_splits)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any):
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
         (grad_RD,) = grad_outputs
         _ = ctx.saved_tensors
         input_splits, output_splits = ctx.splits
@@ -236,8 +238,9 @@ class InFlight:
         self.token: torch.Tensor | None = None
 
     def wait(self) -> torch.Tensor:
-        """The rows that have arrived, [sum(output_splits), D]."""
-        return _Wait.apply(self.token, self)
+        """The rows that have arrived, [sum(output_splits), D]; once."""
+        token, self.token = self.token, None  # its graph holds this object: a cycle would keep the graph
+        return _Wait.apply(token, self)
 
 
 class _Start(torch.autograd.Function):
@@ -249,7 +252,8 @@ class _Start(torch.autograd.Function):
         return rows_RD.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any):
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
         _ = ctx.saved_tensors
         assert ctx.in_flight.gradients is not None, "the wait's node has started the way back"
         return ctx.in_flight.gradients.wait(), None, None
@@ -263,7 +267,8 @@ class _Wait(torch.autograd.Function):
         return in_flight.rows.wait()
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any):
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
         (empty,) = ctx.saved_tensors
         in_flight = ctx.in_flight
         input_splits, output_splits = in_flight.splits

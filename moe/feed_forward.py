@@ -12,15 +12,16 @@ The loop takes its blocks where they stand; for the others the rows are put in o
 No way indexes a fused weight expert by expert under autograd: that would add up E gradients of the full size.
 """
 
+import math
+import time
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
+from moe.config import METHODS
 from moe.permute import permute_rows, transposed_blocks
 from moe.slot_loop import LoopFeedForward
-
-METHODS = ("auto", "loop", "grouped_mm", "bmm")
 
 
 def grouped_mm_is_legal(rows_RI: torch.Tensor, weight_eOI: torch.Tensor) -> bool:
@@ -37,10 +38,45 @@ def choose_method(rows_RD: torch.Tensor, w1: torch.Tensor) -> str:
     tied at every size in float32 and bfloat16: what lies between the products stays in the cache. On CUDA the
     loop would launch 3 kernels a slot and product, so one grouped kernel is taken where it is legal (not in
     float32, where it is none of the fast kernels). The rule looks at sizes alone, so a resumed run chooses
-    alike.
+    alike; `fastest_method` measures on the device at hand, for MoEConfig.method.
     """
     grouped = rows_RD.is_cuda and rows_RD.element_size() == 2 and grouped_mm_is_legal(rows_RD, w1)
     return "grouped_mm" if grouped and rows_RD.shape[0] else "loop"
+
+
+def fastest_method(
+    rows_RD: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    w3: torch.Tensor | None,
+    rows_Ps: torch.Tensor,
+    repeats: int = 3,
+) -> str:
+    """The legal way whose forward and backward take the least time here, the best of `repeats` each.
+
+    Arguments as in `feed_forward`; gradients are computed and dropped.
+    """
+    leaves: list[Any] = [
+        None if t is None else t.detach().requires_grad_(True) for t in (rows_RD, w1, w2, w3)
+    ]
+    rows_RD, w1, w2, w3 = leaves
+    times: dict[str, float] = {}
+    for method in METHODS[1:]:
+        try:
+            for _ in range(1 + repeats):  # the first one compiles, allocates
+                begun = _clock(rows_RD)
+                out = feed_forward(rows_RD, w1, w2, w3, rows_Ps, method=method)
+                torch.autograd.grad(out, [t for t in leaves if t is not None], out.detach())
+                times[method] = min(times.get(method, math.inf), _clock(rows_RD) - begun)
+        except ValueError:  # not legal for these
+            continue
+    return min(times, key=lambda method: times[method])
+
+
+def _clock(rows_RD: torch.Tensor) -> float:
+    if rows_RD.is_cuda:
+        torch.cuda.synchronize(rows_RD.device)
+    return time.perf_counter()
 
 
 def feed_forward(
@@ -62,6 +98,13 @@ def feed_forward(
     Returns [R, D], in the order of rows_RD.   Raises ValueError where the counts do not sum to R, and for a
     method that is unknown or not legal here.
     """
+    device = rows_RD.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        cast: list[Any] = [None if t is None else t.to(dtype) for t in (rows_RD, w1, w2, w3, weight_R)]
+        rows_RD, w1, w2, w3, weight_R = cast
+        with torch.autocast(device, enabled=False):
+            return feed_forward(rows_RD, w1, w2, w3, rows_Ps, weight_R, method, output)
     if method not in METHODS:
         raise ValueError(f"method={method!r} is unknown; use one of {', '.join(METHODS)}")
     rows_Ps = rows_Ps[None] if rows_Ps.ndim == 1 else rows_Ps
@@ -76,7 +119,8 @@ def feed_forward(
     if method == "auto":
         method = choose_method(rows_RD, w1)
     if method == "loop":
-        return LoopFeedForward.apply(rows_RD, w1, w2, w3, weight_R, rows_Ps, output)
+        keep = torch.is_grad_enabled()  # inside the function it never is
+        return LoopFeedForward.apply(rows_RD, w1, w2, w3, weight_R, rows_Ps, output, keep)
     by_slot, by_source = transposed_blocks(rows_Ps.numpy(), rows_RD.device)
     rows_RD = permute_rows(rows_RD, by_slot, by_source)
     rows_s = rows_Ps.sum(dim=0)

@@ -41,7 +41,7 @@ def _compiled() -> SimpleNamespace:
 
 def has_kernel(tensor: torch.Tensor) -> bool:
     """Whether the kernels over rows take this tensor."""
-    return not tensor.is_cuda and tensor.dtype in (torch.float32, torch.float64, torch.bfloat16)
+    return tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float64, torch.bfloat16)
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:

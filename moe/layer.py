@@ -83,7 +83,7 @@ class MoELayer(nn.Module):
         self._home_slots = torch.from_numpy(np.flatnonzero(local_slots >= 0))
         self.router = Router(router)
         self.experts = Experts(
-            self.home_experts.shape[0], router.d_model, config.expert_hidden, config.activation
+            self.home_experts.shape[0], router.d_model, config.expert_hidden, config.activation, config.method
         )
         init_experts(self.experts, self.home_experts)  # by their numbers in the whole layer
         self.shared_expert = SwiGLU(router.d_model, config.shared_hidden) if config.shared_hidden else None
@@ -152,12 +152,13 @@ class MoELayer(nn.Module):
             rows_P = rows_PS.sum(axis=0).reshape(self.topology.ep_size, -1).sum(axis=1)
             sequences = x.shape[0] if x.ndim == 3 else 1
             with kept(memory):
-                aux_loss = self.auxiliary_loss(
-                    routing, route.counts_E, rows_P=rows_P, num_sequences=sequences
-                )
+                aux_loss = self.auxiliary_loss(routing, route, rows_P=rows_P, num_sequences=sequences)
             if memory is not None and memory.keep_rows:
                 route.aux_loss = as_leaf(aux_loss)
-        return [aux_loss] if self.shared_expert is None else [aux_loss, self.shared_expert(x_TD)]
+        if self.shared_expert is None:
+            return [aux_loss]
+        with tag(f"layer {self.layer_id} shared"):
+            return [aux_loss, self.shared_expert(x_TD)]
 
     def _experts(
         self,
@@ -218,7 +219,7 @@ class MoELayer(nn.Module):
         return counts_PE.reshape(gathered_PX.shape[0], -1), global_counts_E
 
     def auxiliary_loss(
-        self, routing: Routing, global_counts_E: torch.Tensor, *, rows_P: np.ndarray, num_sequences: int
+        self, routing: Routing, route: Route, *, rows_P: np.ndarray, num_sequences: int
     ) -> torch.Tensor:
         """Balance loss in the configured scope and z-loss, weighted and summed; reports both to the meter."""
         router = self.config.router
@@ -232,7 +233,9 @@ class MoELayer(nn.Module):
             expert_TK = routing.expert_N.view(routing.num_tokens, router.top_k)
             balance = losses.sequence_balance_loss(probs_TE, expert_TK, num_sequences, mask_T)
         else:
-            counts_E = self._counts_in_scope(routing, global_counts_E, counting)
+            if route.scope_counts_E is None:
+                route.scope_counts_E = self._counts_in_scope(routing, route.counts_E, counting)
+            counts_E = route.scope_counts_E
             balance = losses.balance_loss(probs_TE, losses.load_fraction(counts_E, probs_TE.dtype), mask_T)
         z_sum = losses.z_loss(routing.logits_TE, mask_T)
         if counting and self.meter is not None:
@@ -278,6 +281,11 @@ def check_split(rows_PS: np.ndarray, counts_PE: np.ndarray, slot_to_expert_S: np
         raise ValueError(
             f"split gave rows of shape {rows_PS.shape} with minimum {rows_PS.min(initial=0)}, expected "
             f"({counts_PE.shape[0]}, {slot_to_expert_S.shape[0]}) and 0 or more"
+        )
+    if rows_PS[:, ~used].any():
+        rank, slot = np.argwhere((rows_PS > 0) & ~used)[0]
+        raise ValueError(
+            f"split sends {rows_PS[rank, slot]} rows of rank {rank} to slot {slot}, which is empty (-1)"
         )
     np.add.at(sent_PE.T, slot_to_expert_S[used], rows_PS[:, used].T)
     if (sent_PE != counts_PE).any():

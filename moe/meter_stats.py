@@ -67,7 +67,7 @@ def add_scores(routing: Routing, sum_E: torch.Tensor, count_EB: torch.Tensor) ->
 
     sum_E: [E] float64;  count_EB: [E, NUM_BINS] float64, bins of `score_edges` for scores rounded to float32.
     """
-    if sum_E.is_cuda:
+    if sum_E.device.type != "cpu":
         return add_scores_torch(routing, sum_E, count_EB)
     mask_T = routing.token_mask_T
     valid_T = np.empty(0, np.bool_) if mask_T is None else mask_T.contiguous().numpy()

@@ -182,7 +182,7 @@ def count_parameters(config: ModelConfig) -> dict[str, int]:
     """Parameters of the whole model: "dense" (on every rank), "experts" (shared out), "active" per token."""
     moe, width = config.moe, config.d_model
     moe_layers = config.num_layers - config.num_dense_layers
-    expert = 3 * width * moe.expert_hidden
+    expert = (3 if moe.activation == "swiglu" else 2) * width * moe.expert_hidden
     attention = 4 * width * width + 2 * width
     dense = 2 * config.vocab_size * width + width + config.num_layers * attention
     dense += config.num_dense_layers * 3 * width * config.dense_hidden

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd.function import once_differentiable
 
 from moe.kernels import as_array, has_kernel, kernels
 
@@ -80,7 +81,8 @@ class _ExpandTokens(torch.autograd.Function):
         return x_TD.index_select(0, token_of_row)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any):
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
         token_of_row, row_of_copy = ctx.saved_tensors
         grad_RD = grad_outputs[0].contiguous()
         if ctx.top_k is None:
@@ -109,7 +111,8 @@ class _WeightedSum(torch.autograd.Function):
         return sum_rows(rows_RD, row_of_copy_TK, weight_TK)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any):
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
         rows_RD, weight_TK, row_of_copy_TK = ctx.saved_tensors
         grads = weighted_sum_backward(grad_outputs[0].contiguous(), rows_RD, weight_TK, row_of_copy_TK)
         return (*grads, None)
@@ -137,21 +140,17 @@ def order_copies(
     expert_N: [N] int64, -1 = not routed;  rows_S: [S] int64, this rank's rows for every slot: over the slots
     of an expert they sum to its copies, which fill them one after the other in token order;
     slot_to_expert_S: [S]. Returns copy_of_row [R] int64 and row_of_copy [N] int64, R for a copy that is not
-    sent. Raises ValueError for rows that go to an empty slot.
+    sent. Raises ValueError for rows that go to an empty slot, and on CPU where the rows are not the copies.
     """
     if rows_S[slot_to_expert_S < 0].any():
         raise ValueError("rows_PS sends rows to an empty slot (slot_to_expert is -1 there)")
-    if expert_N.is_cuda:
+    if expert_N.device.type != "cpu":  # to compare the counts would wait for the device
         return order_copies_torch(expert_N, rows_S, slot_to_expert_S)
     copy_of_row = torch.empty(int(rows_S.sum()), dtype=torch.int64)
     row_of_copy = torch.empty_like(expert_N)
-    kernels().order(
-        expert_N.numpy(),
-        np.ascontiguousarray(rows_S),
-        slot_to_expert_S,
-        copy_of_row.numpy(),
-        row_of_copy.numpy(),
-    )
+    arrays = (np.ascontiguousarray(rows_S), slot_to_expert_S, copy_of_row.numpy(), row_of_copy.numpy())
+    if not kernels().order(expert_N.numpy(), *arrays):
+        raise ValueError(f"rows {rows_S.tolist()} for the slots do not sum to the copies of their experts")
     return copy_of_row, row_of_copy
 
 

@@ -14,8 +14,10 @@ KERNELS = ("order", "sum_rows", "sum_rows_half", "weighted_sum_backward", "weigh
 
 
 def order(expert_N, rows_S, slot_to_expert_S, copy_of_row, row_of_copy):
-    """Counting sort of copies into slots, stable in the token; an expert fills its slots in ascending
-    order."""
+    """Counting sort of copies into slots, stable in the token; an expert fills its slots in ascending order.
+
+    False where the rows of an expert's slots are not as many as its copies.
+    """
     num_slots, total = slot_to_expert_S.shape[0], copy_of_row.shape[0]
     first_E = np.full(slot_to_expert_S.max() + 1, -1, np.int64)  # the slot that an expert fills now
     next_S = np.full(num_slots, -1, np.int64)  # and the one after it
@@ -31,14 +33,17 @@ def order(expert_N, rows_S, slot_to_expert_S, copy_of_row, row_of_copy):
         if expert < 0:
             row_of_copy[n] = total
             continue
-        slot = first_E[expert]
-        while place_S[slot] == end_S[slot]:
+        slot = first_E[expert] if expert < first_E.shape[0] else -1
+        while slot >= 0 and place_S[slot] == end_S[slot]:
             slot = next_S[slot]
             first_E[expert] = slot
+        if slot < 0:
+            return False
         row = place_S[slot]
         place_S[slot] = row + 1
         copy_of_row[row] = n
         row_of_copy[n] = row
+    return np.all(place_S == end_S)
 
 
 def sum_rows(rows_RD, row_TK, weight_TK, out_TD):

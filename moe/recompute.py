@@ -9,7 +9,8 @@ counts nothing.
 
 keep="rows" keeps more than the choices: what the router computed, the rows that came back from the experts,
 and their sum. Then the second forward of a layer is its dispatch and the experts' first products: one
-exchange instead of two, two products of three.
+exchange instead of two, two products of three. What is kept is out of sight of saved-tensor hooks that stand
+around the call (an offload of saved tensors, say).
 """
 
 from collections.abc import Callable
@@ -33,8 +34,9 @@ KEEP = ("routes", "rows")
 class Route:
     """What one layer decided.
 
-    expert_TK: [T, K] int64;  counts_PE: [P, E] int64 on the host;  counts_E: [E];  routing, aux_loss, y_TD:
-    what the router and the experts gave, apart from its graph, where that is kept.
+    expert_TK: [T, K] int64;  counts_PE: [P, E] int64 on the host;  counts_E: [E];  scope_counts_E: [E] those
+    of the balance loss;  routing, aux_loss, y_TD: what the router and the experts gave, apart from its graph,
+    where that is kept.
     """
 
     expert_TK: torch.Tensor
@@ -43,6 +45,7 @@ class Route:
     routing: Routing | None = None
     aux_loss: torch.Tensor | None = None
     y_TD: torch.Tensor | None = None
+    scope_counts_E: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -52,18 +55,27 @@ class RouteMemory:
     keep_rows: bool = False
     routes: list[Route] = field(default_factory=list)
     replaying: bool = False
+    inner: list["RouteMemory"] = field(default_factory=list)
     _next: int = 0
+    _next_inner: int = 0
 
     def begin(self) -> None:
         """A forward starts: the first one records, later ones replay."""
-        self.replaying = bool(self.routes)
-        self._next = 0
+        self.replaying = bool(self.routes) or bool(self.inner)
+        self._next = self._next_inner = 0
 
     def replay(self) -> Route:
         """The route of the next layer."""
         route = self.routes[self._next]
         self._next += 1
         return route
+
+    def nested(self, keep_rows: bool) -> "RouteMemory":
+        """The memory of the next checkpointed call inside this one; the same one when this one runs again."""
+        if self._next_inner == len(self.inner):
+            self.inner.append(RouteMemory(keep_rows=keep_rows))
+        self._next_inner += 1
+        return self.inner[self._next_inner - 1]
 
     def record(self, route: Route, routing: Routing) -> None:
         """Take in the route of the next layer, and the routing itself where it is kept."""
@@ -103,7 +115,8 @@ def checkpoint(
         raise ValueError(f"keep={keep!r} is unknown; use one of {', '.join(KEEP)}")
     if keep == "rows" and use_reentrant:
         raise ValueError('keep="rows" needs use_reentrant=False: the reentrant way keeps all or nothing')
-    memory = RouteMemory(keep_rows=keep == "rows")
+    outer, rows = current_memory(), keep == "rows"
+    memory = RouteMemory(keep_rows=rows) if outer is None else outer.nested(rows)
 
     def run(*inputs: Any) -> Any:
         memory.begin()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from moe.activation import activate, activate_backward
 
@@ -55,7 +56,7 @@ def slot_rows(rows_Ps: torch.Tensor) -> list[SlotRows]:
 
 
 class LoopFeedForward(torch.autograd.Function):
-    """rows_RD, w1, w2, w3 or None, weight_R or None, rows_Ps, output -> [R, D]; see `feed_forward`.
+    """rows_RD, w1, w2, w3 or None, weight_R or None, rows_Ps, output, keep -> [R, D]; see `feed_forward`.
 
     The activations are computed again in the backward from what the first products gave: cheaper than the
     memory they would take. What is kept is kept slot by slot, and the rest lives in buffers of the fullest
@@ -64,7 +65,7 @@ class LoopFeedForward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows_RD: Any, w1: Any, w2: Any, w3: Any, weight_R: Any, rows_Ps: Any, output: bool
+        ctx: Any, rows_RD: Any, w1: Any, w2: Any, w3: Any, weight_R: Any, rows_Ps: Any, output: Any, keep: Any
     ) -> Any:
         slots = slot_rows(rows_Ps)
         out_RD = rows_RD.new_empty((rows_RD.shape[0] if output else 0, w2.shape[1]))
@@ -75,7 +76,8 @@ class LoopFeedForward(torch.autograd.Function):
             rows = at.read(rows_RD)
             gate = torch.mm(rows, w1_e[at.slot])
             up = None if w3 is None else torch.mm(rows, w3_e[at.slot])
-            kept += [rows, gate] if up is None else [rows, gate, up]
+            if keep:  # else a forward without backward would hold all slots' at once
+                kept += [rows, gate] if up is None else [rows, gate, up]
             if not output:
                 continue
             hidden = hidden_buffer[: at.total]
@@ -89,10 +91,12 @@ class LoopFeedForward(torch.autograd.Function):
         return out_RD
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         (grad_RD,) = grad_outputs
         w1, w2, w3, weight_R, *kept = ctx.saved_tensors
-        grads = [_empty_like(t) for t in (w1, w2, w3, weight_R)]
+        wanted = ctx.needs_input_grad[1:5]
+        grads = [_empty_like(t if want else None) for t, want in zip((w1, w2, w3, weight_R), wanted)]
         _zero_idle(grads[:3], ctx.slots)
         grad_rows_RD = grad_RD.new_empty(ctx.shape)
         wide, *narrow = _buffers(ctx.slots, w1, w1.shape[2], *[w1.shape[1]] * (2 if w3 is None else 3))
@@ -106,15 +110,18 @@ class LoopFeedForward(torch.autograd.Function):
             torch.mm(grad_out, w2_e[at.slot], out=grad)
             weight = None if weight_R is None else at.read(weight_R)
             _activations(at, gate, up, grad, hidden, grad_up, weight, grads[3])
-            torch.mm(grad_out.t(), hidden, out=grad_w2_e[at.slot])
-            torch.mm(grad.t(), rows, out=grad_w1_e[at.slot])
+            if grad_w2_e:  # frozen weights have none
+                torch.mm(grad_out.t(), hidden, out=grad_w2_e[at.slot])
+            if grad_w1_e:
+                torch.mm(grad.t(), rows, out=grad_w1_e[at.slot])
             # grad_out has been used up: its buffer takes the gradient of the rows
             grad_rows = torch.mm(grad, w1_e[at.slot], out=at.place(grad_rows_RD, wide))
-            if w3 is not None:
+            if grad_w3_e:
                 torch.mm(grad_up.t(), rows, out=grad_w3_e[at.slot])
+            if w3 is not None:
                 grad_rows.addmm_(grad_up, w3_e[at.slot])
             at.write(grad_rows, grad_rows_RD)
-        return grad_rows_RD, *grads, None, None
+        return grad_rows_RD, *grads, None, None, None
 
 
 def _activations(
@@ -129,10 +136,11 @@ def _activations(
 ) -> None:
     """What the second matrix saw, into `hidden`, and the gradients of the first products: grad_up, and the
     gate's over `grad`, which comes in as the gradient of `hidden`."""
-    if weight is not None and grad_weight_R is not None:
-        activate(gate, up, hidden)
-        place = at.place(grad_weight_R, torch.empty_like(weight))
-        at.write(torch.sum(grad * hidden, dim=1, out=place), grad_weight_R)
+    if weight is not None:
+        if grad_weight_R is not None:
+            activate(gate, up, hidden)
+            place = at.place(grad_weight_R, torch.empty_like(weight))
+            at.write(torch.sum(grad * hidden, dim=1, out=place), grad_weight_R)
         grad.mul_(weight[:, None])
     activate_backward(grad, gate, up, hidden, grad_up)
     if weight is not None:

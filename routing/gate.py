@@ -24,7 +24,8 @@ class Gate(nn.Module):
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Logits [T, E] in max(float32, dtype of x), from x_TD [T, D]."""
         dtype = score_dtype(x_TD.dtype)
-        return F.linear(x_TD.to(dtype), self.weight.to(dtype))
+        with torch.autocast(x_TD.device.type, enabled=False):  # which would take 16 bits
+            return F.linear(x_TD.to(dtype), self.weight.to(dtype))
 
 
 def log_scores(logits_TE: torch.Tensor, score: str) -> torch.Tensor:

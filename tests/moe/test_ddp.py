@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from moe import MoEConfig, MoELayer, SoloExchange, Topology, make_groups, prepare_ddp
+from moe import LoopbackWorld, MoEConfig, MoELayer, SoloExchange, Topology, make_groups, prepare_ddp
 from moe.groups import Groups
 from moe.testing import run_ranks
 from routing import RouterConfig
@@ -68,6 +68,16 @@ def test_gradients_are_those_of_one_process_with_the_whole_batch(world, ep_size)
                 torch.tensor(grad, dtype=torch.float64), expected, rtol=1e-10, atol=1e-13
             )
             assert expected.abs().max() > 0, name
+
+
+def test_frozen_experts_and_exchanges_without_a_group():
+    net = Net(Topology(), Groups(ep=SoloExchange(), edp=SoloExchange()))
+    net.layers[0].experts.requires_grad_(False)
+    assert prepare_ddp(net) is net
+    loopback = LoopbackWorld(2).exchange(0)
+    net = Net(Topology(world_size=2, ep_size=1, rank=0), Groups(ep=SoloExchange(), edp=loopback))
+    with pytest.raises(ValueError, match="LoopbackExchange has no process group"):
+        prepare_ddp(net)
 
 
 def test_a_model_is_prepared_once_and_only_where_it_has_experts():

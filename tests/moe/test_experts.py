@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from moe import MoEConfig, MoELayer, Topology
 from moe.experts import Experts, SwiGLU
-from moe.feed_forward import choose_method, feed_forward, grouped_mm_is_legal
+from moe.feed_forward import choose_method, fastest_method, feed_forward, grouped_mm_is_legal
+from routing import RouterConfig
 
 # 16-byte strides in float32 and bfloat16; all sizes distinct
 SLOTS, WIDTH, HIDDEN = 5, 8, 24
@@ -256,3 +258,22 @@ def test_experts_of_equal_weights_are_the_dense_feed_forward():
             getattr(experts, name).copy_(getattr(dense, name).weight.expand(2, -1, -1))
     rows = torch.randn(7, 8, dtype=torch.float64)
     torch.testing.assert_close(experts(rows, torch.tensor([3, 4])), dense(rows), rtol=1e-12, atol=1e-13)
+
+
+def test_the_fastest_way_is_one_that_is_legal_here():
+    for dtype, counts, legal in (
+        (torch.float64, "uneven", {"loop"}),
+        (torch.float64, "even", {"loop", "bmm"}),
+        (torch.float32, "even", {"loop", "bmm", "grouped_mm"}),
+    ):
+        leaves, _ = tensors(COUNTS[counts], dtype)
+        assert fastest_method(*leaves[:4], torch.tensor(COUNTS[counts])) in legal
+        assert leaves[1].grad is None, "what is measured leaves no gradient"
+
+
+def test_the_layer_computes_its_experts_in_the_way_of_its_config():
+    router = RouterConfig(d_model=8, num_experts=4, top_k=2)
+    for method in ("loop", "grouped_mm"):
+        assert MoELayer(MoEConfig(router=router, method=method), Topology()).experts.method == method
+    with pytest.raises(ValueError, match=r"moe\.method='cutlass' is unknown; use one of auto, loop"):
+        MoEConfig(router=router, method="cutlass")
