@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional as F
 
 from moe.config import METHODS
-from moe.permute import permute_rows, transposed_blocks
+from moe.permute import permute_rows, to_device, transposed_blocks
 from moe.slot_loop import LoopFeedForward
 
 
@@ -139,7 +139,7 @@ def _grouped(rows_RD: torch.Tensor, w1: torch.Tensor, rows_s: torch.Tensor) -> A
             f"grouped_mm takes no {rows_RD.dtype} rows of width {rows_RD.shape[1]} and {w1.shape[1]} (16 or "
             '32 bits, a multiple of 16 bytes): use method="loop"'
         )
-    offs = rows_s.cumsum(0).to(device=rows_RD.device, dtype=torch.int32)
+    offs = to_device(rows_s.cumsum(0).to(torch.int32), rows_RD.device)
 
     def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         # the clone in the backward: the kernel refuses an expanded gradient (that of a sum)

@@ -18,6 +18,13 @@ from torch.autograd.function import once_differentiable
 from moe.kernels import as_array, has_kernel, kernels
 
 
+def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on the device, without waiting for what the device is at."""
+    if device.type == "cpu":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)
+
+
 def block_index(start_B: np.ndarray, length_B: np.ndarray, device: torch.device) -> torch.Tensor:
     """The index that gathers blocks one after the other.
 
@@ -29,7 +36,9 @@ def block_index(start_B: np.ndarray, length_B: np.ndarray, device: torch.device)
     """
     total = int(length_B.sum())
     shift_B = start_B - (np.cumsum(length_B) - length_B)  # from place in the new order to place in the old
-    shift, length = (torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in (shift_B, length_B))
+    shift, length = (
+        to_device(torch.from_numpy(np.ascontiguousarray(a)), device) for a in (shift_B, length_B)
+    )
     return torch.arange(total, device=device) + torch.repeat_interleave(shift, length, output_size=total)
 
 
