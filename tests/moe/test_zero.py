@@ -1,11 +1,14 @@
 """DeepSpeed's engine around the EP model: one SGD step's gradients against the single-process reference."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
 from moe import ModelConfig, MoEConfig, Topology, make_groups
 from moe.model import Transformer
+from moe.recompute import checkpoint
 from moe.testing import run_ranks
 from routing import RouterConfig
 
@@ -52,7 +55,7 @@ def micro_batch(rank: int, micro: int) -> torch.Tensor:
     return torch.randint(0, VOCAB, (2, SEQ + 1), generator=torch.Generator().manual_seed(100 * rank + micro))
 
 
-def engine_step(rank, world, stage, ep_size, accumulation, dtype="float32"):
+def engine_step(rank, world, stage, ep_size, accumulation, dtype="float32", keep=""):
     """One optimizer step; returns the update of every parameter divided by -lr: its gradient as applied."""
     from moe import zero
 
@@ -60,6 +63,9 @@ def engine_step(rank, world, stage, ep_size, accumulation, dtype="float32"):
     topology = Topology(world_size=world, ep_size=ep_size, rank=rank)
     model = Transformer(config(), topology, groups=make_groups(topology), layer_class=zero.ZeroMoELayer)
     model.init_weights(seed=5)
+    if keep:  # every block under activation checkpointing
+        for block in model.blocks:
+            block.forward = partial(checkpoint, block.forward, keep=keep)
     more = {"bf16": {"enabled": True}} if dtype == "bfloat16" else {}
     # bfloat16 rounds the new weight: only a step much longer than the weight shows the gradient
     lr = 64.0 if dtype == "bfloat16" else LR
@@ -113,6 +119,16 @@ def test_one_sgd_step_equals_the_reference_by_ratio(stage, world, ep_size, accum
         # a factor of P or of the world shows here; (w - (w - lr g)) / lr loses about eps * |w| / lr = 1e-7
         ratio = float((got[name] * gradient).sum() / (gradient**2).sum())
         assert ratio == pytest.approx(1.0, abs=1e-4), name
+        np.testing.assert_allclose(got[name], gradient, atol=2e-6, err_msg=name)
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("keep", ["routes", "rows"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_recomputed_blocks_have_the_gradients_of_the_reference(stage, keep):
+    got = run_ranks(engine_step, 2, stage, 2, 1, "float32", keep)[0]
+    for name, gradient in reference_gradients(2, 1).items():
         np.testing.assert_allclose(got[name], gradient, atol=2e-6, err_msg=name)
 
 
