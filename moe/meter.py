@@ -242,18 +242,18 @@ class LoadMeter:
         counts_LE = sums.columns(stacked)["counts"].round().to(torch.int64)
         for layer, counts_E in zip(self._layers, counts_LE):
             layer.end_step(counts_E)
-        stacked = stacked.cpu()  # the only wait for the device
-        return self._as_sample(step, sums.columns(stacked), stacked[sums.size :].clone().numpy())
+        host_X = stacked.cpu().numpy()  # the only wait for the device
+        return self._as_sample(step, sums.arrays(host_X), host_X[sums.size :].copy())
 
-    def _as_sample(self, step: int, columns: dict[str, torch.Tensor], extra_X: np.ndarray) -> LoadSample:
+    def _as_sample(self, step: int, columns: dict[str, np.ndarray], extra_X: np.ndarray) -> LoadSample:
         def whole(name: str) -> np.ndarray:
-            return columns[name].round().to(torch.int64).numpy()
+            return np.rint(columns[name]).astype(np.int64)
 
         def given(name: str) -> np.ndarray | None:
             return whole(name) if name in columns else None
 
         tokens_L2 = columns["tokens"] + columns["masked_tokens"]
-        losses_L2 = (columns["losses"] / tokens_L2[:, :1].clamp(min=1)).numpy()
+        losses_L2 = columns["losses"] / np.maximum(tokens_L2[:, :1], 1)
         scores, histogram = columns.get("scores"), given("histogram")
         shape = (self.num_layers, self._num_experts, meter_stats.NUM_BINS)
         return LoadSample(
@@ -264,11 +264,11 @@ class LoadMeter:
             z_loss_L=losses_L2[:, 1],
             num_tokens=int(tokens_L2[0, 0]),
             extra_X=extra_X,
-            squares_LE=columns["squares"].clone().numpy(),
+            squares_LE=columns["squares"].copy(),
             tokens_squared=int(tokens_L2[0, 1]),
             peak_rows_LG=given("peak_rows"),
             largest_rows_LG=given("largest_rows"),
-            score_sum_LE=None if scores is None else scores.clone().numpy(),
+            score_sum_LE=None if scores is None else scores.copy(),
             score_histogram_LEB=None if histogram is None else histogram.reshape(shape),
             score_edges_X=None if histogram is None else meter_stats.score_edges(),
             swaps_LE=given("swaps"),
@@ -307,6 +307,11 @@ class _StepSums:
         if extra_X is not None:
             parts.append(extra_X.to(self._device_LX))
         return torch.cat(parts)
+
+    def arrays(self, host_X: np.ndarray) -> dict[str, np.ndarray]:
+        """The columns [L, width] of such a vector on the host, by name; views."""
+        table_LX = host_X[: self.size].reshape(self._device_LX.shape[0], -1)
+        return dict(zip(self._widths, np.split(table_LX, np.cumsum([*self._widths.values()])[:-1], axis=1)))
 
     def columns(self, stacked: torch.Tensor) -> dict[str, torch.Tensor]:
         """The columns [L, width] of such a vector, by name."""
