@@ -161,8 +161,7 @@ def _end_process(code: int) -> NoReturn:
     """End this rank's process without tearing the interpreter down.
 
     Threads of gloo and of the engine may outlive it, and then abort a process that has done all its work. The
-    files
-    are closed by now.
+    files are closed by now.
     """
     sys.stdout.flush()
     sys.stderr.flush()

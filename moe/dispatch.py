@@ -110,9 +110,8 @@ def combine(rows_RD: torch.Tensor, handle: DispatchHandle, *, weighted: bool = T
     """Send the experts' rows back and sum each token's in float32 or better.
 
     rows_RD: [R, D] in the order in which dispatch gave them;  weighted: multiply by the router's weights
-    (False:
-    the experts have done so).   Returns y_TD [T, D] of the rows' type; a token without a routed copy gets
-    zeros.
+    (False: the experts have done so).   Returns y_TD [T, D] of the rows' type; a token without a routed copy
+    gets zeros.
     """
     weight_N = handle.weight_N if weighted else torch.ones_like(handle.weight_N, requires_grad=False)
     arrived_RD = permute_rows(rows_RD, handle.by_source, handle.by_slot)

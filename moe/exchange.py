@@ -178,8 +178,7 @@ class _AllToAllV(torch.autograd.Function):
         ctx.exchange, ctx.splits = exchange, (input_splits, output_splits)
         ctx.tag = current_tag()  # the backward bears the forward's, also in a thread of autograd's own
         # Unpacked first in the backward: under non-reentrant checkpointing that makes every rank recompute
-        # here,
-        # at the same point, also one that has no rows.
+        # here, at the same point, also one that has no rows.
         ctx.save_for_backward(rows_RD.new_empty(0))
         return exchange.send_rows(rows_RD, input_splits, output_splits)
 

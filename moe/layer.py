@@ -42,8 +42,7 @@ class MoELayer(nn.Module):
     config:   shapes and router settings;  topology: the rank grid;
     groups:   this rank's process groups; None where the EP group is one rank, or the whole job;
     slot_to_expert_S: [S] int64, which slot is the home of which expert; slots contiguous by rank, as many on
-    every
-              rank, -1 = empty; None puts them in the order of the experts;
+              every rank, -1 = empty; None puts them in the order of the experts;
     split:    (counts_PE, slot_to_expert_S) -> rows_PS, the share of every slot in this batch;
     meter:    LoadMeter that the layer reports to;  timer: part of the forward -> context manager;
     layer_id: what errors, the ledger and the watch call it; None = its number with the meter, else 0.

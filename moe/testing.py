@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe.exchange import LoopbackExchange, LoopbackWorld
 
@@ -165,3 +166,19 @@ def run_loopback(fn: Callable[..., Any], world: int, *args: Any, timeout_s: floa
 def source_payload(source_rank: int, num_tokens: int, width: int) -> torch.Tensor:
     """Rows that name their source: [T, D] float64, row t of rank r is r * 1000 + t in every element."""
     return (source_rank * 1000.0 + torch.arange(num_tokens, dtype=torch.float64))[:, None].expand(-1, width)
+
+
+class CountOperators(TorchDispatchMode):
+    """Names of the c10d operators that torch dispatches in this thread while the context is open.
+
+    An independent count for the ledger to agree with; slow, for it sees every tensor operation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.names.append(func._opname.strip("_"))
+        return func(*args, **(kwargs or {}))

@@ -8,31 +8,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe import MoEConfig, MoELayer, Topology
 from moe.ledger import CommLedger
 from moe.naming import forward_phase, phase, tag
 from moe.placement import even_split
 from moe.recompute import checkpoint
-from moe.testing import RankFailedError, run_ranks
+from moe.testing import CountOperators, RankFailedError, run_ranks
 from moe.traffic import FORMULAS
 from routing import RouterConfig
 
 EXPERTS, WIDTH = 8, 10
-
-
-class CountOperators(TorchDispatchMode):
-    """The independent count: names of the c10d operators that torch dispatches in this thread."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            self.names.append(func._opname.strip("_"))
-        return func(*args, **(kwargs or {}))
 
 
 def summary(entries):

@@ -23,14 +23,13 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe import ModelConfig, MoEConfig, Topology, make_groups
 from moe.ledger import CommLedger
 from moe.model import Transformer
 from moe.naming import phase
 from moe.placement import even_split
-from moe.testing import run_ranks
+from moe.testing import CountOperators, run_ranks
 from routing import RouterConfig
 
 pytestmark = [pytest.mark.dist, pytest.mark.deepspeed]
@@ -42,19 +41,6 @@ KEEP_NOTHING = {
     "stage3_prefetch_bucket_size": 0,
     "stage3_max_reuse_distance": 0,
 }
-
-
-class CountOperators(TorchDispatchMode):
-    """The independent count: names of the c10d operators that torch dispatches in this thread."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            self.names.append(func._opname.strip("_"))
-        return func(*args, **(kwargs or {}))
 
 
 def model_config() -> ModelConfig:
