@@ -7,8 +7,9 @@ from moe.config import ModelConfig, MoEConfig
 from moe.ddp import prepare_ddp
 from moe.exchange import DistExchange, LoopbackWorld, SoloExchange
 from moe.groups import Groups, make_groups
-from moe.layer import MoELayer, NonFiniteRouterError
+from moe.layer import MoELayer, NonFiniteRouterError, PlacementMismatchError
 from moe.meter import LoadMeter, LoadSample
+from moe.placement import Placement, make_placement
 from moe.reference import DenseMoE
 from moe.topology import Topology
 
@@ -23,8 +24,11 @@ __all__ = [
     "MoELayer",
     "ModelConfig",
     "NonFiniteRouterError",
+    "Placement",
+    "PlacementMismatchError",
     "SoloExchange",
     "Topology",
     "make_groups",
+    "make_placement",
     "prepare_ddp",
 ]

@@ -47,6 +47,14 @@ class MoEConfig:
         },
     )
 
+    prefetch: bool = field(
+        default=False,
+        metadata={
+            "help": "send the weights of all replicas ahead, while the block's attention runs; without it "
+            "only those of replicas that get rows travel, beside the products of the homes"
+        },
+    )
+
     def __post_init__(self) -> None:
         if self.expert_hidden < 1:
             raise ValueError(f"moe.expert_hidden={self.expert_hidden} must be at least 1")

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from moe.config import ACTIVATIONS
-from moe.feed_forward import feed_forward
+from moe.feed_forward import as_computed, feed_forward
+from moe.replicate import Replicas
 
 
 class Experts(nn.Module):
@@ -32,15 +33,25 @@ class Experts(nn.Module):
         self.w3 = nn.Parameter(torch.empty(num_local, hidden, d_model)) if activation == "swiglu" else None
         init_experts(self, np.arange(num_local))
 
+    def fetch(self, replicas: Replicas) -> None:
+        """Send the replicas' weights on their way now, ahead of the forward that wants them."""
+        replicas.start([w for w in as_computed(self.w1, self.w2, self.w3) if w is not None])
+
     def forward(
         self,
         rows_RD: torch.Tensor,
         rows_Ps: torch.Tensor,
         weight_R: torch.Tensor | None = None,
         output: bool = True,
+        replicas: Replicas | None = None,
     ) -> torch.Tensor:
-        """Rows [R, D] in blocks by (source, slot), their numbers [P, e] or [e], weights [R] -> [R, D]."""
-        return feed_forward(rows_RD, self.w1, self.w2, self.w3, rows_Ps, weight_R, self.method, output)
+        """Rows [R, D] in blocks by (source, slot), their numbers [P, e] or [e], weights [R] -> [R, D].
+
+        The replicas' weights are fetched in here: an engine may have gathered w1, w2, w3 for this call only.
+        """
+        return feed_forward(
+            rows_RD, self.w1, self.w2, self.w3, rows_Ps, weight_R, self.method, output, replicas
+        )
 
 
 def init_experts(experts: Experts, expert_e: np.ndarray) -> None:

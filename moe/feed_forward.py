@@ -8,19 +8,24 @@ SwiGLU: w2 (silu(w1 x) * w3 x).   GELU: w2 gelu(w1 x).   Three ways to compute t
     grouped_mm  one kernel a projection (16 and 32 bit, rows a multiple of 16 bytes)
     bmm         one batched product a projection, where every slot has the same number of rows
 
-The loop takes its blocks where they stand; for the others the rows are put in order by slot, and back.
+The loop takes its blocks where they stand; for the others the rows are put in order by slot, and back, and
+homes and replicas are computed in two calls each: no weights are copied side by side.
 No way indexes a fused weight expert by expert under autograd: that would add up E gradients of the full size.
 """
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from moe.config import METHODS
 from moe.permute import permute_rows, to_device, transposed_blocks
+from moe.replicate import Replicas
 from moe.slot_loop import LoopFeedForward
 
 
@@ -79,6 +84,15 @@ def _clock(rows_RD: torch.Tensor) -> float:
     return time.perf_counter()
 
 
+def as_computed(first: torch.Tensor, *others: torch.Tensor | None) -> list[Any]:
+    """The tensors in the type that they are computed in: autocast's where it is on."""
+    device, tensors = first.device.type, (first, *others)
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [None if tensor is None else tensor.to(dtype) for tensor in tensors]
+
+
 def feed_forward(
     rows_RD: torch.Tensor,
     w1: torch.Tensor,
@@ -88,27 +102,28 @@ def feed_forward(
     weight_R: torch.Tensor | None = None,
     method: str = "auto",
     output: bool = True,
+    replicas: Replicas | None = None,
 ) -> torch.Tensor:
     """Run every slot's feed-forward over its rows.
 
     rows_RD: [R, D], in blocks by (source rank, slot);  w1, w3: [e, F, D], w2: [e, D, F]; w3 None = GELU
     instead of SwiGLU;  rows_Ps: [P, e] int64 on the host, the blocks' rows, or [e] where there is one source;
     weight_R: [R] router weight, applied before the second matrix;  method: one of METHODS;
-    output: False computes what a backward wants; the result is then not to be used.
+    output: False computes what a backward wants; the result is then not to be used;
+    replicas: slots that borrow their weights; rows_Ps is then [P, s] over all slots of the rank, which of
+    them are the homes of w1, w2, w3 it knows. Collective then.
     Returns [R, D], in the order of rows_RD.   Raises ValueError where the counts do not sum to R, and for a
     method that is unknown or not legal here.
     """
     device = rows_RD.device.type
     if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        cast: list[Any] = [None if t is None else t.to(dtype) for t in (rows_RD, w1, w2, w3, weight_R)]
-        rows_RD, w1, w2, w3, weight_R = cast
+        rows_RD, w1, w2, w3, weight_R = as_computed(rows_RD, w1, w2, w3, weight_R)
         with torch.autocast(device, enabled=False):
-            return feed_forward(rows_RD, w1, w2, w3, rows_Ps, weight_R, method, output)
+            return feed_forward(rows_RD, w1, w2, w3, rows_Ps, weight_R, method, output, replicas)
     if method not in METHODS:
         raise ValueError(f"method={method!r} is unknown; use one of {', '.join(METHODS)}")
     rows_Ps = rows_Ps[None] if rows_Ps.ndim == 1 else rows_Ps
-    if rows_Ps.shape[1] != w1.shape[0]:
+    if replicas is None and rows_Ps.shape[1] != w1.shape[0]:
         raise ValueError(f"rows_Ps has {rows_Ps.shape[1]} slots, and the weights are of {w1.shape[0]}")
     if int(rows_Ps.sum()) != rows_RD.shape[0] or bool((rows_Ps < 0).any()):
         raise ValueError(
@@ -118,18 +133,105 @@ def feed_forward(
         weight_R = weight_R.to(rows_RD.dtype)
     if method == "auto":
         method = choose_method(rows_RD, w1)
+    weights = [w1, w2] if w3 is None else [w1, w2, w3]
+    if replicas is not None and not replicas.started:
+        replicas.start(weights)
     if method == "loop":
         keep = torch.is_grad_enabled()  # inside the function it never is
-        return LoopFeedForward.apply(rows_RD, w1, w2, w3, weight_R, rows_Ps, output, keep)
+        return LoopFeedForward.apply(rows_RD, w1, w2, w3, weight_R, rows_Ps, output, keep, replicas)
+    if replicas is not None:
+        return _with_replicas(rows_RD, weights, rows_Ps, weight_R, method, replicas)
     by_slot, by_source = transposed_blocks(rows_Ps.numpy(), rows_RD.device)
-    rows_RD = permute_rows(rows_RD, by_slot, by_source)
-    rows_s = rows_Ps.sum(dim=0)
-    product = _grouped(rows_RD, w1, rows_s) if method == "grouped_mm" else _batched(rows_s)
-    gate = product(rows_RD, w1)
-    hidden = F.gelu(gate) if w3 is None else F.silu(gate) * product(rows_RD, w3)
+    rows_RD, weight_R = (_permuted(rows, by_slot, by_source) for rows in (rows_RD, weight_R))
+    out_RD = _products(rows_RD, weights, rows_Ps.sum(dim=0), weight_R, method)
+    return permute_rows(out_RD, by_source, by_slot)
+
+
+def _permuted(rows: Any, index: torch.Tensor | None, inverse: torch.Tensor | None) -> Any:
+    return None if rows is None else permute_rows(rows, index, inverse)
+
+
+def _products(
+    rows_RD: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    rows_s: torch.Tensor,
+    weight_R: torch.Tensor | None,
+    method: str,
+) -> torch.Tensor:
+    """The feed-forward of rows in order by slot, one grouped or batched product a projection."""
+    if not weights[0].shape[0]:  # no slots, no rows; but every backward is to run as on other ranks
+        rows_RD = rows_RD + sum(weight.sum() for weight in weights)
+        return rows_RD if weight_R is None else rows_RD * weight_R[:, None]
+    product = _grouped(rows_RD, weights[0], rows_s) if method == "grouped_mm" else _batched(rows_s)
+    gate = product(rows_RD, weights[0])
+    hidden = F.gelu(gate) if len(weights) == 2 else F.silu(gate) * product(rows_RD, weights[2])
     if weight_R is not None:
-        hidden = hidden * permute_rows(weight_R, by_slot, by_source)[:, None]
-    return permute_rows(product(hidden, w2), by_source, by_slot)
+        hidden = hidden * weight_R[:, None]
+    return product(hidden, weights[1])
+
+
+def _with_replicas(
+    rows_RD: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    rows_Ps: torch.Tensor,
+    weight_R: torch.Tensor | None,
+    method: str,
+    replicas: Replicas,
+) -> torch.Tensor:
+    """The feed-forward of homes, then that of replicas, whose weights have travelled meanwhile."""
+    columns = np.array([*replicas.home_slots, *replicas.slot_r], dtype=np.int64)
+    by_slot, by_source = transposed_blocks(rows_Ps.numpy(), rows_RD.device, columns)
+    rows_RD, weight_R = (_permuted(rows, by_slot, by_source) for rows in (rows_RD, weight_R))
+    rows_s = rows_Ps.sum(dim=0)[torch.from_numpy(columns)]
+    homes = len(replicas.home_slots)
+    cut = [int(rows_s[:homes].sum()), int(rows_s[homes:].sum())]
+    row_parts = rows_RD.split(cut)
+    weight_parts = (None, None) if weight_R is None else weight_R.split(cut)
+    own = _HomeWeights.apply(replicas, *weights)
+    home_RD = _products(row_parts[0], own, rows_s[:homes], weight_parts[0], method)
+    trained = any(weight.requires_grad for weight in weights)
+    borrowed = _BorrowedWeights.apply(replicas, rows_s[homes:] > 0, trained, home_RD)
+    replica_RD = _products(row_parts[1], borrowed, rows_s[homes:], weight_parts[1], method)
+    return permute_rows(torch.cat([home_RD, replica_RD]), by_source, by_slot)
+
+
+class _HomeWeights(torch.autograd.Function):
+    """The home weights as they are; the backward adds the gradients that replicas have sent back."""
+
+    @staticmethod
+    def forward(ctx: Any, replicas: Any, *weights: Any) -> Any:
+        ctx.replicas = replicas
+        return tuple(weight.view_as(weight) for weight in weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.replicas.add_returned(grad_outputs)
+        return None, *grad_outputs
+
+
+class _BorrowedWeights(torch.autograd.Function):
+    """The weights that have arrived; the backward sends their gradients home.
+
+    Takes the homes' output, so that its backward comes before theirs, and the gradients travel meanwhile.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, replicas: Any, busy_r: Any, trained: Any, home_RD: Any) -> Any:
+        ctx.replicas, ctx.busy_r = replicas, busy_r
+        ctx.save_for_backward(home_RD.new_empty(0))
+        borrowed = tuple(replicas.wait())
+        if not trained:
+            ctx.mark_non_differentiable(*borrowed)
+        return borrowed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        _ = ctx.saved_tensors  # where a checkpoint computes again, at the same point on every rank
+        busy_r = ctx.busy_r.to(grad_outputs[0].device)
+        ctx.replicas.send_back(torch.cat([grad[busy_r].flatten(1) for grad in grad_outputs], dim=1))
+        return None, None, None, None
 
 
 def _grouped(rows_RD: torch.Tensor, w1: torch.Tensor, rows_s: torch.Tensor) -> Any:

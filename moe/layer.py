@@ -19,8 +19,9 @@ from moe.experts import Experts, SwiGLU, init_experts
 from moe.groups import Groups
 from moe.meter import LoadMeter
 from moe.naming import forward_phase, in_backward, tag
-from moe.placement import Split, check_homes, even_split, home_slots
+from moe.placement import Placement, Split, even_split, make_placement
 from moe.recompute import Route, as_leaf, current_memory, kept
+from moe.replicate import Replicas
 from moe.timing import no_timer
 from moe.topology import Topology
 from routing import Router, Routing, losses
@@ -36,13 +37,25 @@ class NonFiniteRouterError(RuntimeError):
         self.layer, self.ranks = layer, ranks
 
 
+class PlacementMismatchError(RuntimeError):
+    """The ranks of an EP group hold different placements. Raised on every rank of the job alike."""
+
+    def __init__(self, layer: int, ranks: list[int], version: int) -> None:
+        super().__init__(
+            f"placement of MoE layer {layer} on rank {', '.join(map(str, ranks))} differs from that of the "
+            f"first rank of its EP group (here: version {version}); place the same slots on every rank"
+        )
+        self.layer, self.ranks = layer, ranks
+
+
 class MoELayer(nn.Module):
     """A mixture-of-experts feed-forward whose experts are spread over the ranks of an EP group.
 
     config:   shapes and router settings;  topology: the rank grid;
     groups:   this rank's process groups; None where the EP group is one rank, or the whole job;
-    slot_to_expert_S: [S] int64, which slot is the home of which expert; slots contiguous by rank, as many on
-              every rank, -1 = empty; None puts them in the order of the experts;
+    slot_to_expert_S: [S] int64, which slot holds which expert; slots contiguous by rank, as many on every
+              rank, -1 = empty; None: one slot an expert, in the order of the experts;
+    home_slot_E: [E] int64, the slot that owns each expert, others of it are replicas; see `make_placement`;
     split:    (counts_PE, slot_to_expert_S) -> rows_PS, the share of every slot in this batch;
     meter:    LoadMeter that the layer reports to;  timer: part of the forward -> context manager;
     layer_id: what errors, the ledger and the watch call it; None = its number with the meter, else 0.
@@ -64,6 +77,7 @@ class MoELayer(nn.Module):
         *,
         groups: Groups | None = None,
         slot_to_expert_S: np.ndarray | None = None,
+        home_slot_E: np.ndarray | None = None,
         split: Split = even_split,
         meter: LoadMeter | None = None,
         timer: Callable[[str], AbstractContextManager[None]] = no_timer,
@@ -74,12 +88,10 @@ class MoELayer(nn.Module):
         self.config, self.topology = config, topology
         self.groups = groups if groups is not None else _default_groups(topology)
         self.split, self.meter, self.timer = split, meter, timer
-        if slot_to_expert_S is None:
-            slot_to_expert_S = home_slots(router.num_experts, topology.ep_size)
-        self.slot_to_expert_S = check_homes(slot_to_expert_S, router.num_experts, topology.ep_size)
-        local_slots = self.slot_to_expert_S.reshape(topology.ep_size, -1)[topology.ep_rank]
-        self.home_experts = local_slots[local_slots >= 0]
-        self._home_slots = torch.from_numpy(np.flatnonzero(local_slots >= 0))
+        self._use(make_placement(slot_to_expert_S, router.num_experts, topology.ep_size, home_slot_E))
+        self.home_experts = self.slot_to_expert_S[self.placement.home_slots(topology.ep_rank)]
+        self._prefetched: Replicas | None = None
+        self._inside_step = False  # a forward since the last optimizer step has used the placement
         self.router = Router(router)
         self.experts = Experts(
             self.home_experts.shape[0], router.d_model, config.expert_hidden, config.activation, config.method
@@ -92,6 +104,55 @@ class MoELayer(nn.Module):
         self.register_buffer("running_counts_E", zeros_E.clone(), persistent=False)
         self.meter_row = meter.register(self, router.num_experts) if meter is not None else 0
         self.layer_id = self.meter_row if layer_id is None else layer_id
+        self.router.stream = (self.layer_id, topology.rank)  # a forced selection draws for itself in each
+
+    @property
+    def slot_to_expert_S(self) -> np.ndarray:
+        """[S] int64, the expert of every slot of the EP group, -1 = empty."""
+        return self.placement.slot_to_expert_S
+
+    def place(self, slot_to_expert_S: np.ndarray, version: int | None = None) -> Placement:
+        """Change the replicas from the next forward on; on every rank alike, between optimizer steps.
+
+        slot_to_expert_S: [S], another S too; homes stay on their ranks, in their order;  version: the plan's
+        number; None = one more. Nothing travels now: weights are fetched forward by forward. Returns the
+        placement. Raises ValueError for slots without a home, RuntimeError after a training forward of an
+        optimizer step that `end_step` has not ended; the old placement then stays.
+        """
+        placement = self.placement.with_replicas(slot_to_expert_S, version)
+        if self._inside_step:
+            raise RuntimeError(
+                f"MoE layer {self.layer_id} has run forward since the last optimizer step under placement "
+                f"version {self.placement.version}: call place() after optimizer.step() and end_step() (a "
+                "LoadMeter's sample() calls that), before the next forward"
+            )
+        self._drop_prefetched()
+        self._use(placement)
+        return placement
+
+    def _use(self, placement: Placement) -> None:
+        self.placement = placement
+        first = self.topology.ep_rank * placement.slots_per_rank
+        self._home_slots = placement.home_slots(self.topology.ep_rank) - first
+
+    def prefetch(self) -> None:
+        """Send the replicas' weights on their way, all of them, ahead of the next forward. Collective.
+
+        Worth its while where work stands between, a block's attention say. Without it a forward fetches those
+        replicas only that get rows. Nothing to do without replicas, or where it was called before.
+        """
+        if self._prefetched is None and self.placement.replica_slots.size:
+            with forward_phase():
+                self._prefetched = self._replicas()
+                self.experts.fetch(self._prefetched)
+
+    def _replicas(self) -> Replicas:
+        return Replicas(self.placement, self.groups.ep, f"layer {self.layer_id} replicas")
+
+    def _drop_prefetched(self) -> None:
+        if self._prefetched is not None:  # what is under way must arrive
+            self._prefetched.wait()
+            self._prefetched = None
 
     def forward(
         self, x: torch.Tensor, token_mask_T: torch.Tensor | None = None
@@ -110,9 +171,7 @@ class MoELayer(nn.Module):
             x_TD = torch.where(token_mask_T[:, None], x_TD, 0.0)
         with forward_phase():
             routing, route = self._route(x_TD, token_mask_T)
-            with self._part("split"):
-                rows_PS = self.split(route.counts_PE, self.slot_to_expert_S)
-                check_split(rows_PS, route.counts_PE, self.slot_to_expert_S)
+            rows_PS = self._split(route)
             aside: list[torch.Tensor] = []
             y_TD = self._experts(
                 x_TD,
@@ -141,6 +200,17 @@ class MoELayer(nn.Module):
         if memory is not None:
             memory.record(route, routing)
         return routing, route
+
+    def _split(self, route: Route) -> np.ndarray:
+        """Rows of every source rank for every slot, [P, S]; those of the first forward in a second one."""
+        if route.rows_PS is None:
+            with self._part("split"):
+                rows_PS = self.split(route.counts_PE, self.slot_to_expert_S)
+                check_split(rows_PS, route.counts_PE, self.slot_to_expert_S)
+                route.rows_PS = rows_PS
+        with_gradients = torch.is_grad_enabled() or current_memory() is not None
+        self._inside_step |= self.training and with_gradients
+        return route.rows_PS
 
     def _aside(
         self, x: torch.Tensor, x_TD: torch.Tensor, routing: Routing, route: Route, rows_PS: np.ndarray
@@ -174,9 +244,13 @@ class MoELayer(nn.Module):
                 x_TD, routing, rows_PS, self.slot_to_expert_S, exchange, meanwhile, by_slot=False
             )
             weight_R = dispatch_weights(handle) if before else None
-        rows_Ps = handle.rows_by_source_Ps[:, self._home_slots]
+        rows_Ps, replicas = handle.rows_by_source_Ps, self._take_prefetched()
+        if replicas is None:
+            rows_Ps = rows_Ps[:, self._home_slots]
+        else:
+            replicas.use(rows_PS)
         with self._part("experts"):
-            rows_RD = self.experts(rows_RD, rows_Ps, weight_R, route.y_TD is None)
+            rows_RD = self.experts(rows_RD, rows_Ps, weight_R, route.y_TD is None, replicas)
         if route.y_TD is not None:
             return route.y_TD
         memory = current_memory()
@@ -185,6 +259,13 @@ class MoELayer(nn.Module):
         if memory is not None and memory.keep_rows:
             route.y_TD = as_leaf(y_TD)
         return y_TD
+
+    def _take_prefetched(self) -> Replicas | None:
+        """The replicas of this forward; None where the placement has none."""
+        if not self.placement.replica_slots.size:
+            return None
+        replicas, self._prefetched = self._prefetched, None
+        return replicas or self._replicas()
 
     @contextmanager
     def _part(self, name: str) -> Iterator[None]:
@@ -196,26 +277,39 @@ class MoELayer(nn.Module):
         """The counts of every rank of the EP group, [P, E] int64 on the host, and their sum [E] on the
         device.
 
-        One collective and one host sync a layer. One more column says that a rank's logits are not finite, so
-        that all ranks raise together. With several EP groups a second, smaller gather over the EDP group sums
-        the counts of all ranks and carries the flags.
+        One collective and one host sync a layer. Two more columns: that a rank's logits are not finite, and
+        its placement's fingerprint, so that all ranks raise together. With several EP groups a second,
+        smaller gather over the EDP group sums the counts of all ranks and carries what is wrong.
         """
         logits_TE = routing.logits_TE.detach()
         if routing.token_mask_T is not None:
             logits_TE = torch.where(routing.token_mask_T[:, None], logits_TE, 0.0)
-        bad = (~torch.isfinite(logits_TE)).any().to(torch.int64)
-        gathered_PX = self.groups.ep.all_gather(torch.cat([routing.routed_E, bad[None]]))
-        bad_DP, global_counts_E = gathered_PX[None, :, -1], gathered_PX[:, :-1].sum(dim=0)
-        rank_DP = self.topology.ep_ranks()[None]
+        infinite = (~torch.isfinite(logits_TE)).any().to(torch.int64)
+        placement = torch.full_like(infinite, self.placement.fingerprint)
+        gathered_PX = self.groups.ep.all_gather(
+            torch.cat([routing.routed_E, infinite[None], placement[None]])
+        )
+        infinite_P, placement_P = gathered_PX[:, -2], gathered_PX[:, -1]
+        wrong_DP = (infinite_P + 2 * (placement_P != placement_P[0]))[None]
+        global_counts_E, rank_DP = gathered_PX[:, :-2].sum(dim=0), self.topology.ep_ranks()[None]
         if self.groups.edp.size > 1:
-            both_DX = self.groups.edp.all_gather(torch.cat([global_counts_E, bad_DP[0]]))
-            global_counts_E, bad_DP = both_DX[:, : -rank_DP.size].sum(dim=0), both_DX[:, -rank_DP.size :]
+            both_DX = self.groups.edp.all_gather(torch.cat([global_counts_E, wrong_DP[0]]))
+            global_counts_E, wrong_DP = both_DX[:, : -rank_DP.size].sum(dim=0), both_DX[:, -rank_DP.size :]
             rank_DP = self.topology.grid()
-        host = torch.cat([gathered_PX[:, :-1].reshape(-1), bad_DP.reshape(-1)]).cpu().numpy()
-        counts_PE, bad = np.split(host, [gathered_PX.shape[0] * (gathered_PX.shape[1] - 1)])
-        if bad.any():
-            raise NonFiniteRouterError(self.layer_id, rank_DP.reshape(-1)[bad > 0].tolist())
-        return counts_PE.reshape(gathered_PX.shape[0], -1), global_counts_E
+        num_ranks, num_experts = gathered_PX.shape[0], gathered_PX.shape[1] - 2
+        host = torch.cat([gathered_PX[:, :-2].reshape(-1), wrong_DP.reshape(-1)]).cpu().numpy()
+        counts_PE, wrong = np.split(host, [num_ranks * num_experts])
+        if wrong.any():
+            self._raise_wrong(wrong, rank_DP.reshape(-1))
+        return counts_PE.reshape(num_ranks, num_experts), global_counts_E
+
+    def _raise_wrong(self, wrong: np.ndarray, ranks: np.ndarray) -> None:
+        """wrong: 1 where the rank's logits are not finite, + 2 where its placement is another one."""
+        if (wrong & 2).any():
+            raise PlacementMismatchError(
+                self.layer_id, ranks[(wrong & 2) > 0].tolist(), self.placement.version
+            )
+        raise NonFiniteRouterError(self.layer_id, ranks[wrong > 0].tolist())
 
     def auxiliary_loss(
         self, routing: Routing, route: Route, *, rows_P: np.ndarray, num_sequences: int
@@ -248,10 +342,16 @@ class MoELayer(nn.Module):
             )
         return router.balance_loss * balance + router.z_loss * z_sum
 
-    def end_step(self, tokens_per_expert_E: torch.Tensor) -> None:
-        """Take in the global counts [E] int64 of the optimizer step that has just ended."""
-        self.previous_counts_E.copy_(tokens_per_expert_E)
+    def end_step(self, tokens_per_expert_E: torch.Tensor | None = None) -> None:
+        """An optimizer step has just ended; its global counts [E] int64, where somebody has them.
+
+        Weights that were prefetched before it are out of date, and dropped.
+        """
+        if tokens_per_expert_E is not None:
+            self.previous_counts_E.copy_(tokens_per_expert_E)
         self.running_counts_E.zero_()
+        self._inside_step = False
+        self._drop_prefetched()
 
     def _counts_in_scope(
         self, routing: Routing, global_counts_E: torch.Tensor, counting: bool

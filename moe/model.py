@@ -74,6 +74,8 @@ class Block(nn.Module):
         self, x_BSD: torch.Tensor, token_mask_T: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[B, S, D] -> [B, S, D] and the auxiliary loss, 0 for a dense block."""
+        if isinstance(self.feed_forward, MoELayer) and self.feed_forward.config.prefetch:
+            self.feed_forward.prefetch()  # replicas' weights travel during attention
         x_BSD = x_BSD + self.attention(self.norm_1(x_BSD))
         if isinstance(self.feed_forward, MoELayer):
             y_BSD, aux_loss = self.feed_forward(self.norm_2(x_BSD), token_mask_T)
@@ -108,7 +110,14 @@ class Transformer(nn.Module):
             if layer < config.num_dense_layers:
                 feed_forward: nn.Module = SwiGLU(config.d_model, config.dense_hidden)
             else:
-                feed_forward = layer_class(config.moe, topology, groups=groups, meter=meter, timer=timer)
+                feed_forward = layer_class(
+                    config.moe,
+                    topology,
+                    groups=groups,
+                    meter=meter,
+                    timer=timer,
+                    layer_id=layer - config.num_dense_layers,  # the meter's number, without a meter too
+                )
             self.blocks.append(Block(config, feed_forward))
         self.norm = nn.RMSNorm(config.d_model, eps=1e-6)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)

@@ -43,18 +43,22 @@ def block_index(start_B: np.ndarray, length_B: np.ndarray, device: torch.device)
 
 
 def transposed_blocks(
-    length_AB: np.ndarray, device: torch.device
+    length_AB: np.ndarray, device: torch.device, order_B: np.ndarray | None = None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Index and inverse index that turn rows in (a, b) order into (b, a) order; None, None = already there.
 
-    length_AB: [A, B] int64, rows of each block as they stand, a-major.
+    length_AB: [A, B] int64, rows of each block as they stand, a-major;  order_B: the order in which the b's
+    are wanted; it may leave out those without rows. None = ascending.
     """
-    if length_AB.shape[0] == 1 or length_AB.shape[1] == 1:
-        return None, None
+    if order_B is None:
+        if length_AB.shape[0] == 1 or length_AB.shape[1] == 1:
+            return None, None
+        order_B = np.arange(length_AB.shape[1])
     start_AB = (np.cumsum(length_AB) - length_AB.reshape(-1)).reshape(length_AB.shape)
-    length_BA = np.ascontiguousarray(length_AB.T)
-    start_BA = (np.cumsum(length_BA) - length_BA.reshape(-1)).reshape(length_BA.shape)
-    index = block_index(start_AB.T.reshape(-1), length_BA.reshape(-1), device)
+    length_bA = np.ascontiguousarray(length_AB.T[order_B])
+    start_BA = np.zeros(length_AB.T.shape, dtype=np.int64)
+    start_BA[order_B] = (np.cumsum(length_bA) - length_bA.reshape(-1)).reshape(length_bA.shape)
+    index = block_index(start_AB.T[order_B].reshape(-1), length_bA.reshape(-1), device)
     inverse = block_index(start_BA.T.reshape(-1), length_AB.reshape(-1), device)
     return index, inverse
 

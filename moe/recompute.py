@@ -34,14 +34,15 @@ KEEP = ("routes", "rows")
 class Route:
     """What one layer decided.
 
-    expert_TK: [T, K] int64;  counts_PE: [P, E] int64 on the host;  counts_E: [E];  scope_counts_E: [E] those
-    of the balance loss;  routing, aux_loss, y_TD: what the router and the experts gave, apart from its graph,
-    where that is kept.
+    expert_TK: [T, K] int64;  counts_PE: [P, E] int64 on the host;  counts_E: [E];  rows_PS: [P, S] their
+    split over the slots;  scope_counts_E: [E] those of the balance loss;  routing, aux_loss, y_TD: what the
+    router and the experts gave, apart from its graph, where that is kept.
     """
 
     expert_TK: torch.Tensor
     counts_PE: np.ndarray
     counts_E: torch.Tensor
+    rows_PS: np.ndarray | None = None
     routing: Routing | None = None
     aux_loss: torch.Tensor | None = None
     y_TD: torch.Tensor | None = None

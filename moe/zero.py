@@ -74,9 +74,11 @@ class ZeroMoELayer(MoELayer, AutoEPMoELayer):  # type: ignore[misc]
                 'want three matrices an expert; use "swiglu", or a loop without engine'
             )
         MoELayer.__init__(self, config, topology, **kwargs)
-        if (self.slot_to_expert_S != np.arange(config.router.num_experts)).any():
+        if not np.array_equal(self.home_experts, topology.home_experts(config.router.num_experts)):
             raise ValueError(
-                "under a DeepSpeed engine homes stand in expert order; leave slot_to_expert_S out"
+                f"homes of rank {topology.rank} are experts {self.home_experts.tolist()}; under a DeepSpeed "
+                f"engine they stand in expert order: "
+                f"{topology.home_experts(config.router.num_experts).tolist()}, replicas behind them"
             )
         self.ep_size, self.ep_rank = topology.ep_size, topology.ep_rank
         self.num_experts = config.router.num_experts
@@ -92,6 +94,11 @@ class ZeroMoELayer(MoELayer, AutoEPMoELayer):  # type: ignore[misc]
             parameter.ds_zero_placement_family = "replicated"  # type: ignore[attr-defined]
         for parameter in self.experts.parameters():
             self._mark_expert(parameter)
+
+    def prefetch(self) -> None:
+        """As in MoELayer; under ZeRO-3 nothing: weights are there inside of the experts' forward only."""
+        if not hasattr(self.experts.w1, "ds_id"):
+            MoELayer.prefetch(self)
 
     def _mark_expert(self, parameter: Any) -> None:
         parameter.allreduce = False

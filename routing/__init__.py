@@ -6,7 +6,8 @@ x_TD, token_mask_T -> Router -> Routing. Start with `router.py`.
 from routing import losses
 from routing.bias import ExpertBias
 from routing.config import RouterConfig
+from routing.forced import ForcedSelection
 from routing.record import Routing
 from routing.router import Router
 
-__all__ = ["ExpertBias", "Router", "RouterConfig", "Routing", "losses"]
+__all__ = ["ExpertBias", "ForcedSelection", "Router", "RouterConfig", "Routing", "losses"]

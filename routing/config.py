@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass, field
 
+from routing.forced import log_shares
+
 SCORES = ("softmax", "sigmoid")
 BALANCE_SCOPES = ("local", "sequence", "global", "previous", "running")
 
@@ -43,6 +45,18 @@ class RouterConfig:
     z_loss: float = field(
         default=0.001, metadata={"help": "coefficient of the router z-loss (ST-MoE); 0.001, 0 = off"}
     )
+    forced: str = field(
+        default="",
+        metadata={
+            "help": "experts drawn from a given distribution, whatever the scores say, for experiments with "
+            'skew: "" (the router selects), uniform, zipf:A (share of expert e as (e+1)^-A; 1.0), always:I,J '
+            "(in every token, the others uniform), only:A-B or only:I,J (all K among these), share:p0,p1,.. "
+            "(one for each expert); for K > 1 the load is flatter than the shares"
+        },
+    )
+    forced_seed: int = field(
+        default=0, metadata={"help": "seed of the forced selection; 0 or more, 0 where nothing is forced"}
+    )
 
     def __post_init__(self) -> None:
         for name in ("d_model", "num_experts", "top_k"):
@@ -63,3 +77,15 @@ class RouterConfig:
                 raise ValueError(f"router.{name}={getattr(self, name)} must be 0 or more, and finite")
         if not 0 < self.scale < math.inf:
             raise ValueError(f"router.scale={self.scale} must be more than 0; 1.0 leaves the weights alone")
+        self._check_forced()
+
+    def _check_forced(self) -> None:
+        if self.forced:
+            log_shares(self.forced, self.num_experts, self.top_k)
+        elif self.forced_seed:
+            raise ValueError(
+                f"router.forced_seed={self.forced_seed} has no effect: nothing is forced; set router.forced "
+                "too, or leave the seed at 0"
+            )
+        if self.forced_seed < 0:
+            raise ValueError(f"router.forced_seed={self.forced_seed} must be 0 or more")

@@ -6,6 +6,7 @@ from typing_extensions import override
 
 from routing.bias import ExpertBias
 from routing.config import RouterConfig
+from routing.forced import ForcedSelection
 from routing.gate import Gate, scores
 from routing.record import Routing, count_experts
 from routing.select import selected_weights, top_k
@@ -14,6 +15,9 @@ from routing.select import selected_weights, top_k
 class Router(nn.Module):
     """Top-k router with softmax or sigmoid scores and a selection bias.
 
+    config: the settings;  stream: whose draws a forced selection (`config.forced`) takes, say (layer, rank):
+    routers of one seed and one stream draw the same.
+
     >>> _ = torch.manual_seed(0)
     >>> router = Router(RouterConfig(d_model=8, num_experts=4, top_k=2))
     >>> routing = router(torch.randn(6, 8))
@@ -21,11 +25,21 @@ class Router(nn.Module):
     (12, True)
     """
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, *, stream: tuple[int, ...] = ()) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.stream = config, stream
         self.gate = Gate(config.d_model, config.num_experts)
         self.bias = ExpertBias(config.num_experts)
+        self.forced = (
+            ForcedSelection(
+                config.forced,
+                seed=config.forced_seed,
+                num_experts=config.num_experts,
+                num_chosen=config.top_k,
+            )
+            if config.forced
+            else None
+        )
 
     @override
     def forward(self, x_TD: torch.Tensor, token_mask_T: torch.Tensor | None = None) -> Routing:
@@ -42,7 +56,7 @@ class Router(nn.Module):
 
         x_TD: [T, D] rows of the tokens, any float type;  token_mask_T: [T] bool, False = padding, which gets
         no expert and counts nowhere;  expert_TK: [T, K] int64, a selection made before, to be kept; None
-        selects.   Raises ValueError for other shapes.
+        selects, or draws where `config.forced` says so.   Raises ValueError for other shapes.
         """
         config = self.config
         self.check(x_TD, token_mask_T)
@@ -50,10 +64,12 @@ class Router(nn.Module):
             x_TD = torch.where(token_mask_T[:, None], x_TD, 0.0)
         logits_TE = self.gate(x_TD)
         scores_TE = scores(logits_TE, config.score)
-        if expert_TK is None:
-            expert_TK = top_k(scores_TE, self.bias.bias_E, config.top_k)
-        else:
+        if expert_TK is not None:
             expert_TK = expert_TK.clamp(min=0)  # -1 of padding, which the mask below sets again
+        elif self.forced is not None:
+            expert_TK = self.forced.draw(x_TD.shape[0], x_TD.device, self.stream)
+        else:
+            expert_TK = top_k(scores_TE, self.bias.bias_E, config.top_k)
         weight_TK = selected_weights(
             logits_TE, scores_TE, expert_TK, score=config.score, normalize=config.normalize
         )

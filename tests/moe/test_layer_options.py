@@ -1,4 +1,5 @@
-"""Options of the EP layer against the dense reference: feed-forward, weight position, homes, recomputation.
+"""Options of the EP layer against the dense reference: feed-forward, weight position, homes, replicas, split,
+recomputation, deduplication.
 
 A seeded generator draws 1,000 configurations. Those of them that together have every pair of choices run
 always, all others under the mark slow.
@@ -14,6 +15,7 @@ import torch
 
 from moe import DenseMoE, Groups, MoEConfig, MoELayer, SoloExchange, Topology
 from moe.exchange import DistExchange
+from moe.placement import even_split
 from moe.recompute import checkpoint
 from moe.testing import run_loopback, run_ranks
 from routing import RouterConfig
@@ -41,6 +43,9 @@ class Draw:
     spare: int
     dtype: torch.dtype
     method: str = "auto"
+    replicas: str = "none"
+    split: str = "even"
+    prefetch: bool = False
 
     @property
     def config(self) -> MoEConfig:
@@ -55,11 +60,44 @@ class Draw:
         )  # fmt: skip
 
     def slots(self) -> np.ndarray:
-        """Homes in any order, with empty slots anywhere: as many slots on every rank."""
+        """Homes in any order, spare slots anywhere among them: as many slots on every rank."""
+        return self.slots_and_homes()[0]
+
+    def slots_and_homes(self) -> tuple[np.ndarray, np.ndarray]:
+        """The slots [S], and the one that is each expert's home [E]; spare ones are empty or replicas."""
         draw = np.random.default_rng(self.seed)
         slots = np.concatenate([np.arange(self.experts), np.full(self.spare * self.world, -1)])
         draw.shuffle(slots)
-        return slots
+        home_slot_E = np.argsort(slots)[self.spare * self.world :]
+        for slot in np.flatnonzero(slots < 0):
+            rank = slot // (slots.shape[0] // self.world)
+            there = np.flatnonzero(home_slot_E // (slots.shape[0] // self.world) == rank)
+            if self.replicas == "random":
+                slots[slot] = draw.integers(-1, self.experts)
+            elif self.replicas == "one_expert":
+                slots[slot] = self.experts // 2
+            elif self.replicas == "same_rank" and there.size:  # beside its own home
+                slots[slot] = draw.choice(there)
+        return slots, home_slot_E
+
+    def splitter(self):
+        """The split of a batch, a function of the counts."""
+        return {"even": even_split, "random": random_split(self.seed)}[self.split]
+
+
+def random_split(seed: int):
+    """Any split will do: copies to the slots of their expert by chance, the same chance on every rank."""
+
+    def split(counts_PE, slot_to_expert_S):
+        draw = np.random.default_rng(seed)
+        rows_PS = np.zeros((counts_PE.shape[0], slot_to_expert_S.shape[0]), dtype=np.int64)
+        for source, expert in np.argwhere(counts_PE):
+            slots = np.flatnonzero(slot_to_expert_S == expert)
+            share = draw.dirichlet(np.full(slots.size, 0.3))
+            rows_PS[source, slots] = draw.multinomial(counts_PE[source, expert], share)
+        return rows_PS
+
+    return split
 
 
 def make_draw(seed: int) -> Draw:
@@ -90,6 +128,9 @@ def make_draw(seed: int) -> Draw:
         spare=int(draw.integers(0, 3)),
         dtype=dtype,
         method=method,
+        replicas=str(draw.choice(["none", "random", "random", "one_expert", "same_rank"])),
+        split=str(draw.choice(["even", "random"])),
+        prefetch=bool(draw.integers(0, 2)),
     )
 
 
@@ -125,7 +166,11 @@ def layer_step(exchange, draw: Draw):
     topology = Topology(world_size=draw.world, ep_size=draw.world, rank=exchange.rank)
     reference = reference_of(draw)
     groups = Groups(ep=exchange, edp=SoloExchange())
-    layer = MoELayer(draw.config, topology, groups=groups, slot_to_expert_S=draw.slots()).to(draw.dtype)
+    slots, home_slot_E = draw.slots_and_homes()
+    layer = MoELayer(
+        draw.config, topology, groups=groups, slot_to_expert_S=slots, home_slot_E=home_slot_E,
+        split=draw.splitter(),
+    ).to(draw.dtype)  # fmt: skip
     with torch.no_grad():
         layer.router.gate.weight.copy_(reference.gate)
         layer.router.bias.set(reference.bias.float())
@@ -136,11 +181,17 @@ def layer_step(exchange, draw: Draw):
                 getattr(layer.shared_expert, name).weight.copy_(getattr(reference, f"shared_{name}"))
     x, grad, masks = (parts[exchange.rank] for parts in inputs(draw))
     x.requires_grad_(True)
+
+    def block(x, masks):
+        if draw.prefetch:
+            layer.prefetch()
+        return layer(x, masks)
+
     if draw.recompute == "no":
-        y, aux_loss = layer(x, masks)
+        y, aux_loss = block(x, masks)
     else:
         keep = "rows" if draw.recompute == "keep_rows" else "routes"
-        y, aux_loss = checkpoint(layer, x, masks, use_reentrant=draw.recompute == "reentrant", keep=keep)
+        y, aux_loss = checkpoint(block, x, masks, use_reentrant=draw.recompute == "reentrant", keep=keep)
         with torch.no_grad():  # another bias in the second forward: the stored routes must be used
             layer.router.bias.set(layer.router.bias.bias_E.flip(0) + torch.arange(draw.experts))
     torch.autograd.backward([y, aux_loss], [grad, torch.ones_like(aux_loss)])
@@ -216,7 +267,7 @@ def safe_draw(seed: int) -> Draw:
 
 FACTORS = (
     "world", "top_k", "shared", "score", "scope", "activation", "weight_position", "bias", "masked",
-    "recompute", "spare", "dtype", "method",
+    "recompute", "spare", "dtype", "method", "replicas", "split", "prefetch",
 )  # fmt: skip
 
 
@@ -272,7 +323,8 @@ def test_gloo_ranks_equal_the_reference_with_a_rank_without_rows(tokens_P, recom
     draw = Draw(
         seed=1, world=len(tokens_P), experts=6, top_k=2, width=11, hidden=13, shared=7, tokens_P=tokens_P,
         score="softmax", scope="global", activation="swiglu", weight_position="before", bias="one_rank",
-        masked=False, recompute=recompute, spare=1, dtype=torch.float64,
+        masked=False, recompute=recompute, spare=1, dtype=torch.float64, replicas="one_expert",
+        split="random",
     )  # fmt: skip
     check(draw, run_ranks(step_on_ranks, draw.world, draw, timeout_s=60))
 
@@ -285,8 +337,10 @@ def test_gloo_ranks_equal_the_reference_with_a_rank_without_rows(tokens_P, recom
     [
         ([0, 1, 2], r"slot_to_expert has shape \(3,\); expected \[S\] with S a multiple of ep_size=2"),
         ([0, 1, 2, 4], r"slot 3 has expert 4, out of 0\.\.3"),
-        ([0, 1, 2, 2], "expert 2 stands in 2 slots; every expert has one, its home"),
-        ([0, 1, 2, -1], "expert 3 stands in 0 slots"),
+        ([0, 1, 2, 2], "expert 3 stands in no slot; every expert has a home"),
+        ([0, 1, 2, -1], "expert 3 stands in no slot"),
+        ([0.0, 1, 2, 3], "slot_to_expert is float64; expected integers"),
+        ([1, 0, 1, 1, 2, 3], r"the first 2 slots of every rank hold \[1, 0, 1, 2\], not each of the 4"),
     ],
 )
 def test_wrong_homes_are_refused(slots, message):
@@ -322,8 +376,8 @@ def test_output_and_gradients_are_the_same_for_any_order_of_the_homes():
 
 def step_with_homes(exchange, draw, slots):
     class Moved(Draw):
-        def slots(self):
-            return slots
+        def slots_and_homes(self):
+            return slots, np.argsort(slots)
 
     moved = Moved(**{name: getattr(draw, name) for name in Draw.__dataclass_fields__})
     return layer_step(exchange, moved)

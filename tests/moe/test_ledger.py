@@ -160,7 +160,7 @@ def expected_layer(rows_PP, rank, element, recompute):
     out, into = rows_PP[rank].copy(), rows_PP[:, rank].copy()
     away, home = out.sum() - out[rank], into.sum() - into[rank]
     row = WIDTH * element
-    counts = (EXPERTS + 1) * 8 * (world - 1)
+    counts = (EXPERTS + 2) * 8 * (world - 1)
 
     def exchanges(name):
         return [
@@ -190,7 +190,7 @@ def test_a_layers_bytes_equal_the_routing_matrix(world, dtype, element):
         assert len(set(rows_PP.reshape(-1).tolist())) > 2, "the routing is uneven"
         assert fields == expected_layer(rows_PP, rank, element, "")
         assert matrix == results[0][2]
-        total[rank, (rank + 1) % world] += (EXPERTS + 1) * 8 * (world - 1)
+        total[rank, (rank + 1) % world] += (EXPERTS + 2) * 8 * (world - 1)
         # dispatch and its backward, combine and its backward: each way twice
         total[rank] += 2 * (rows_PP[rank] + rows_PP[:, rank]) * WIDTH * element
         total[rank, rank] = 0

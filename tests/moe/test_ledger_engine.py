@@ -166,7 +166,7 @@ def exchanged(topology: Topology, routed) -> Counter:
         me = topology.ep_rank
         away = sum(rows_PP[me]) - rows_PP[me][me]
         home = sum(row[me] for row in rows_PP) - rows_PP[me][me]
-        sums["forward", "allgather_base", ep] += (len(ep) - 1) * (EXPERTS + 1) * 8
+        sums["forward", "allgather_base", ep] += (len(ep) - 1) * (EXPERTS + 2) * 8
         sums["forward", "allgather_base", edp] += (len(edp) - 1) * (EXPERTS + len(ep)) * 8
         for name in ("forward", "backward"):
             sums[name, "alltoall_base", ep] += (away + home) * WIDTH * 4

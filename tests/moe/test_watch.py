@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -78,7 +79,13 @@ def train(deed: Deed, watch: Watch, folder: Path) -> None:
     config = MoEConfig(router=router, expert_hidden=8, shared_hidden=deed.shared_hidden)
     topology = Topology(world_size=deed.world, ep_size=deed.world, rank=exchange.rank)
     groups = Groups(ep=exchange, edp=SoloExchange())
-    layers = [MoELayer(config, topology, groups=groups, layer_id=number) for number in range(2)]
+    # replicas of each rank's first home on the next rank: every rank sends weights and gets some
+    homes = np.arange(6).reshape(deed.world, -1)
+    slots = np.concatenate([homes, np.roll(homes[:, :1], 1, axis=0)], axis=1).ravel()
+    layers = [
+        MoELayer(config, topology, groups=groups, layer_id=number, slot_to_expert_S=slots)
+        for number in range(2)
+    ]
     for step in range(3):
         watch.step(step)
         x = torch.randn(20, 16)
@@ -184,6 +191,14 @@ DEEDS = {
     "stopped in the backward of combine": (
         Deed(kind="stop", culprit=0, where="layer 1 combine backward", world=2),
         "stopped",
+    ),
+    "killed while weights of replicas travel": (
+        Deed(kind="kill", culprit=1, where="layer 1 replicas forward", world=3),
+        "gone",
+    ),
+    "killed while gradients of replicas travel": (
+        Deed(kind="kill", culprit=0, where="layer 0 replicas backward", world=2),
+        "gone",
     ),
     "raises in dispatch": (
         Deed(kind="raise", culprit=1, where="layer 0 dispatch forward", world=3),

@@ -16,10 +16,10 @@ VOCAB, SEQ = 19, 12
 LR = 0.5
 
 
-def config(dtype: str = "float32") -> ModelConfig:
+def config(dtype: str = "float32", prefetch: bool = False) -> ModelConfig:
     router = RouterConfig(d_model=24, num_experts=4, top_k=2, balance_loss=0.05)
     return ModelConfig(
-        moe=MoEConfig(router=router, expert_hidden=28, shared_hidden=20),
+        moe=MoEConfig(router=router, expert_hidden=28, shared_hidden=20, prefetch=prefetch),
         vocab_size=VOCAB,
         num_layers=2,
         num_dense_layers=1,
@@ -29,6 +29,12 @@ def config(dtype: str = "float32") -> ModelConfig:
         seq_len=SEQ,
         dtype=dtype,
     )
+
+
+def placed(ep_size: int) -> np.ndarray:
+    """Homes in expert order, then two spare slots a rank: replicas of experts 0 and 3, an empty one."""
+    spare = {1: [[0, -1]], 2: [[3, 0], [0, -1]]}[ep_size]
+    return np.concatenate([np.arange(4).reshape(ep_size, -1), np.array(spare)], axis=1).ravel()
 
 
 def settings(stage: int, accumulation: int, world: int, lr: float, **more) -> dict:
@@ -55,14 +61,17 @@ def micro_batch(rank: int, micro: int) -> torch.Tensor:
     return torch.randint(0, VOCAB, (2, SEQ + 1), generator=torch.Generator().manual_seed(100 * rank + micro))
 
 
-def engine_step(rank, world, stage, ep_size, accumulation, dtype="float32", keep=""):
+def engine_step(rank, world, stage, ep_size, accumulation, dtype="float32", keep="", replicas=""):
     """One optimizer step; returns the update of every parameter divided by -lr: its gradient as applied."""
     from moe import zero
 
     zero.init_distributed("gloo")
     topology = Topology(world_size=world, ep_size=ep_size, rank=rank)
-    model = Transformer(config(), topology, groups=make_groups(topology), layer_class=zero.ZeroMoELayer)
+    shapes = config(prefetch=replicas == "prefetch")
+    model = Transformer(shapes, topology, groups=make_groups(topology), layer_class=zero.ZeroMoELayer)
     model.init_weights(seed=5)
+    if replicas:
+        model.blocks[1].feed_forward.place(placed(ep_size))
     if keep:  # every block under activation checkpointing
         for block in model.blocks:
             block.forward = partial(checkpoint, block.forward, keep=keep)
@@ -130,6 +139,38 @@ def test_recomputed_blocks_have_the_gradients_of_the_reference(stage, keep):
     got = run_ranks(engine_step, 2, stage, 2, 1, "float32", keep)[0]
     for name, gradient in reference_gradients(2, 1).items():
         np.testing.assert_allclose(got[name], gradient, atol=2e-6, err_msg=name)
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@pytest.mark.parametrize(
+    ("stage", "world", "ep_size", "accumulation", "keep", "replicas"),
+    [
+        (0, 2, 2, 2, "", "on use"),
+        (1, 2, 2, 1, "", "prefetch"),
+        (1, 4, 2, 1, "", "on use"),
+        (2, 2, 2, 2, "routes", "prefetch"),
+        (3, 2, 2, 1, "", "prefetch"),  # which does nothing there
+        (3, 4, 2, 2, "rows", "on use"),
+        (3, 2, 1, 1, "", "on use"),  # replicas beside their homes
+    ],
+)
+def test_with_replicas_the_gradients_are_those_of_the_reference_by_ratio(
+    stage, world, ep_size, accumulation, keep, replicas
+):
+    got = run_ranks(engine_step, world, stage, ep_size, accumulation, "float32", keep, replicas)[0]
+    for name, gradient in reference_gradients(world, accumulation).items():
+        ratio = float((got[name] * gradient).sum() / (gradient**2).sum())
+        assert ratio == pytest.approx(1.0, abs=1e-4), name
+        np.testing.assert_allclose(got[name], gradient, atol=2e-6, err_msg=name)
+
+
+def test_homes_out_of_expert_order_are_refused_under_an_engine():
+    from moe import zero
+
+    slots = np.array([1, 0, 2, 3])
+    with pytest.raises(ValueError, match=r"homes of rank 0 are experts \[1, 0, 2, 3\]; under a DeepSpeed"):
+        zero.ZeroMoELayer(config().moe, Topology(), slot_to_expert_S=slots)
 
 
 @pytest.mark.dist

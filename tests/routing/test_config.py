@@ -25,6 +25,8 @@ from routing import RouterConfig
         ("z_loss", -1e-9, r"router\.z_loss=-1e-09 must be 0 or more"),
         ("scale", 0.0, r"router\.scale=0\.0 must be more than 0; 1\.0 leaves"),
         ("scale", float("nan"), r"router\.scale=nan must be more than 0"),
+        ("forced", "random", r"router\.forced='random' is unknown; use one of .*uniform, zipf:A"),
+        ("forced_seed", 3, r"router\.forced_seed=3 has no effect: nothing is forced; set router\.forced"),
     ],
 )
 def test_a_value_out_of_bounds_is_refused_by_name(field, value, message):
@@ -35,6 +37,12 @@ def test_a_value_out_of_bounds_is_refused_by_name(field, value, message):
 def test_the_bounds_themselves_are_allowed():
     config = RouterConfig(d_model=1, num_experts=1, top_k=1, balance_loss=0.0, z_loss=0.0)
     assert config.top_k == config.num_experts == 1
+
+
+def test_a_forced_seed_below_zero_is_refused():
+    with pytest.raises(ValueError, match=r"router\.forced_seed=-1 must be 0 or more"):
+        RouterConfig(forced="uniform", forced_seed=-1)
+    assert RouterConfig(forced="uniform", forced_seed=2**62).forced_seed == 2**62
 
 
 def test_every_field_is_documented_and_every_default_is_a_choice():
