@@ -18,19 +18,26 @@ from balancer.metrics import (
     total_variation,
     violation_floor,
 )
+from balancer.spare import fill_spare_slots
+from balancer.split import ExactSplit, SplitResult, balanced_peak, exact_split, split_rows
 from balancer.synth import collapse_trace
 from balancer.trace import Trace, TraceWriter, check_conservation, load_trace, save_npz
 
 __all__ = [
     "Dashboard",
+    "ExactSplit",
     "JsonlSink",
+    "SplitResult",
     "Trace",
     "TraceWriter",
+    "balanced_peak",
     "balancedness",
     "check_conservation",
     "collapse_trace",
     "dead_experts",
     "effective_experts",
+    "exact_split",
+    "fill_spare_slots",
     "load_heatmap",
     "load_shares",
     "load_trace",
@@ -40,6 +47,7 @@ __all__ = [
     "rank_load",
     "read_jsonl",
     "save_npz",
+    "split_rows",
     "sum_balancedness",
     "total_variation",
     "training_layout",

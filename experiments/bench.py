@@ -2,9 +2,13 @@
 
 from collections.abc import Callable, Sequence
 
-from experiments import bench_layer
+from experiments import bench_layer, bench_skew, bench_split
 
-BENCHES: dict[str, Callable[[Sequence[str]], int]] = {"layer": bench_layer.main}
+BENCHES: dict[str, Callable[[Sequence[str]], int]] = {
+    "layer": bench_layer.main,
+    "skew": bench_skew.main,
+    "split": bench_split.main,
+}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -3,95 +3,41 @@
 floor            the same rows, sorted already, through the same local experts by the fastest way, forward
                  and backward, and four raw all-to-alls of the same bytes: no routing, no permutation
 counterpoise     this layer, with balance loss and z-loss
-ds_native        DeepSpeed's own MoE, dropless
-ds_autoep        the layer that DeepSpeed's AutoEP makes of a Mixtral block of transformers
-hf_eager, hf_grouped     transformers' own block on one rank, by its loop and by its grouped products
 observed         counterpoise with the load meter, its sample of every step, and the ledger
 recompute        counterpoise under activation checkpointing;  floor_recompute: the floor's forward twice
+balanced         counterpoise on rows that all experts share alike, beside skewed ones
+replicas         counterpoise with replicas by a simple rule and the exact split of every batch
+resident         the same, the replicas' weights there for nothing: no fetch, no gradient back
+dedup            counterpoise with deduplicated dispatch
+and other people's: bench_others.py
 """
 
 import gc
 import itertools
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn import functional as F
 
+from balancer.spare import fill_spare_slots
+from balancer.split import ExactSplit, balanced_peak
+from experiments import bench_others
 from experiments.allocator import keep_memory
+from experiments.bench_inputs import Inputs, Run, layer_run, make_inputs
 from experiments.bench_layer import Case
 from moe import LoadMeter, MoEConfig, MoELayer, SoloExchange, Topology
 from moe.exchange import DistExchange, Exchange
 from moe.feed_forward import fastest_method, feed_forward
 from moe.ledger import CommLedger
 from moe.recompute import checkpoint
+from moe.replicate import Replicas
 from routing import RouterConfig
 
 _SLOW_S = 3.0  # a contender whose step takes longer gets two rounds only
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Inputs:
-    """What every contender gets, drawn alike: rows [T, D], gate [E, D], experts [E, F, D] and [E, D, F]."""
-
-    x_TD: torch.Tensor
-    grad_TD: torch.Tensor
-    gate_ED: torch.Tensor
-    w1: torch.Tensor
-    w2: torch.Tensor
-    w3: torch.Tensor
-
-
-def make_inputs(case: Case, rank: int) -> Inputs:
-    """Rows whose routing is balanced by construction, under a gate with orthonormal rows.
-
-    A token's row is noise outside the gate's span plus the gate's rows of its K experts, so that each
-    contender's own gate selects just these. Experts take turns, so every expert gets the same number of
-    copies.
-    """
-    generator = torch.Generator().manual_seed(rank)
-    shared = torch.Generator().manual_seed(99)
-    experts, width = case.experts, case.width
-    gate_ED = torch.linalg.qr(torch.randn(width, experts, generator=shared))[0].T
-    turns = (torch.arange(case.tokens)[:, None] * case.top_k + torch.arange(case.top_k)) % experts
-    chosen_TK = turns[torch.randperm(case.tokens, generator=generator)]
-    noise = torch.randn(case.tokens, width, generator=generator)
-    noise -= noise @ gate_ED.T @ gate_ED
-    strength = 3 + torch.arange(case.top_k) * 0.25
-    x_TD = noise + (gate_ED[chosen_TK] * strength[None, :, None]).sum(dim=1)
-    dtype = DTYPES[case.dtype]
-
-    def normal(*shape: int) -> torch.Tensor:
-        return (torch.randn(*shape, generator=shared) * shape[-1] ** -0.5).to(dtype)
-
-    return Inputs(
-        x_TD=x_TD.to(dtype),
-        grad_TD=torch.randn(case.tokens, width, generator=generator).to(dtype),
-        gate_ED=gate_ED.to(dtype),
-        w1=normal(experts, case.hidden, width),
-        w2=normal(experts, width, case.hidden),
-        w3=normal(experts, case.hidden, width),
-    )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """A contender, ready.
-
-    step: one forward and backward;  outputs: [T, D] of its forward alone, to compare contenders by; None for
-    the floor, which has none;  inside: entered around the timed step.
-    """
-
-    step: Callable[[], None]
-    outputs: Callable[[], torch.Tensor] | None = None
-    inside: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 def measure(
@@ -108,6 +54,7 @@ def measure(
             timed(run)
             again_s = timed(run)
             results[name] = {"times_s": [], "peak_mib": min(peak_bytes(run) for _ in range(3)) / 2**20}
+            results[name]["sent_mib"] = sent_bytes(run) / 2**20
         except (ImportError, RuntimeError, AttributeError, TypeError, AssertionError, ValueError) as error:
             short = "out of memory" if "allocate" in str(error) else type(error).__name__
             results[name] = {"why": f"{short}: {error}"[:200]}
@@ -132,6 +79,13 @@ def timed(run: Run) -> float:
         return time.perf_counter() - begun
 
 
+def sent_bytes(run: Run) -> float:
+    """Bytes that a step sends from this rank to others."""
+    with CommLedger() as ledger:
+        run.step()
+        return sum(entry.sent_bytes for entry in ledger.take())
+
+
 def peak_bytes(run: Run) -> int:
     """Bytes that a step's tensors take at their peak, above what was there before it (CPU).
 
@@ -152,39 +106,15 @@ def peak_bytes(run: Run) -> int:
     return peak
 
 
-def layer_run(
-    forward: Callable[[torch.Tensor], Any], inputs: Inputs, parameters: Iterable[nn.Parameter]
-) -> Run:
-    """Forward and backward with gradients of rows and parameters, which are then dropped.
-
-    forward: rows -> (y, auxiliary loss or None)
-    """
-    x_TD, weights = inputs.x_TD.clone().requires_grad_(True), list(parameters)
-
-    def step() -> None:
-        y, aux = forward(x_TD)
-        roots, grads = [y.view_as(inputs.grad_TD)], [inputs.grad_TD]
-        if aux is not None:
-            roots, grads = [*roots, aux], [*grads, torch.ones_like(aux)]
-        torch.autograd.backward(roots, grads)
-        del y, aux, roots
-        for tensor in (x_TD, *weights):
-            tensor.grad = None
-
-    def outputs() -> torch.Tensor:
-        with torch.no_grad():
-            return forward(x_TD)[0].view_as(inputs.grad_TD)
-
-    return Run(step=step, outputs=outputs)
-
-
 # ---- this layer -----------------------------------------------------------------------------------------
 
 
-def our_layer(case: Case, inputs: Inputs, topology: Topology, meter: LoadMeter | None = None) -> MoELayer:
+def our_layer(
+    case: Case, inputs: Inputs, topology: Topology, meter: LoadMeter | None = None, dedup: str = "off"
+) -> MoELayer:
     """The layer with the weights that every contender gets."""
     router = RouterConfig(d_model=case.width, num_experts=case.experts, top_k=case.top_k)
-    config = MoEConfig(router=router, expert_hidden=case.hidden)
+    config = MoEConfig(router=router, expert_hidden=case.hidden, dedup=dedup)
     layer = MoELayer(config, topology, meter=meter).to(inputs.x_TD.dtype)
     home = topology.home_experts(case.experts)
     with torch.no_grad():
@@ -224,6 +154,96 @@ def recompute_rows(case: Case, inputs: Inputs, topology: Topology) -> Run:
     """The same under activation checkpointing that keeps the rows that came back."""
     layer = our_layer(case, inputs, topology)
     return layer_run(lambda x: checkpoint(layer, x, keep="rows"), inputs, layer.parameters())
+
+
+# ---- this layer under skew ------------------------------------------------------------------------------
+
+
+def balanced(case: Case, inputs: Inputs, topology: Topology) -> Run:
+    """This layer on rows that all experts share alike."""
+    even = replace(case, skew="")
+    return counterpoise(even, make_inputs(even, topology.rank), topology)
+
+
+def replicas(case: Case, inputs: Inputs, topology: Topology) -> Run:
+    """This layer with replicas and the exact split."""
+    layer = replicated_layer(case, inputs, topology)
+    return layer_run(layer, inputs, layer.parameters())
+
+
+def resident(case: Case, inputs: Inputs, topology: Topology) -> Run:
+    """The same without the replicas' traffic."""
+    layer = replicated_layer(case, inputs, topology)
+    fetched: list[torch.Tensor] = []
+
+    def without_traffic() -> Any:
+        return _Resident(Replicas(layer.placement, layer.groups.ep, "resident"), fetched)
+
+    layer._replicas = without_traffic
+    return layer_run(layer, inputs, layer.parameters())
+
+
+def replicated_layer(case: Case, inputs: Inputs, topology: Topology) -> MoELayer:
+    """This layer, placed for the very load of its inputs."""
+    layer = our_layer(case, inputs, topology)
+    with torch.no_grad():
+        counts_PE, _ = layer.gather_counts(layer.router.route(inputs.x_TD))
+    slots = enough_replicas(counts_PE.sum(axis=0), topology.ep_size)
+    placement = layer.place(slots)
+    layer.split = ExactSplit(home_slot_E=tuple(placement.home_slot_E.tolist()), min_rows=REPLICA_ROWS)
+    layer.end_step()
+    return layer
+
+
+# about what one is worth on gloo, by `bench skew`
+REPLICA_ROWS = 64
+
+
+def enough_replicas(load_E: np.ndarray, num_ranks: int) -> np.ndarray:
+    """Homes in expert order and as many spare slots a rank as bring the peak within 1 % of the even load."""
+    num_local = load_E.shape[0] // num_ranks
+    slots = np.arange(load_E.shape[0])
+    for local in range(num_local, 2 * num_local + 1):
+        home_slot_E = (np.arange(num_ranks)[:, None] * local + np.arange(num_local)).reshape(-1)
+        slots = fill_spare_slots(load_E, home_slot_E, local, num_ranks)
+        if balanced_peak(load_E, slots, num_ranks).peak <= 1.01 * load_E.sum() / num_ranks:
+            break
+    return slots
+
+
+class _Resident:
+    """Replicas that fetch in the first forward only, and send nothing back."""
+
+    def __init__(self, replicas: Replicas, fetched: list[torch.Tensor]) -> None:
+        self.replicas, self.fetched, self.started = replicas, fetched, bool(fetched)
+        self.home_slots = replicas.home_slots
+
+    @property
+    def slot_r(self) -> tuple[int, ...]:
+        return self.replicas.slot_r
+
+    def use(self, rows_PS: np.ndarray) -> None:
+        self.replicas.use(rows_PS)
+
+    def start(self, weights: Any) -> None:
+        self.replicas.start(weights)
+
+    def wait(self) -> list[torch.Tensor]:
+        if not self.fetched:
+            self.fetched += self.replicas.wait()
+        return self.fetched
+
+    def send_back(self, packed_uX: torch.Tensor) -> None:
+        pass
+
+    def add_returned(self, gradients: Any) -> None:
+        pass
+
+
+def dedup(case: Case, inputs: Inputs, topology: Topology) -> Run:
+    """This layer, a token's row sent to a rank once."""
+    layer = our_layer(case, inputs, topology, dedup="on")
+    return layer_run(layer, inputs, layer.parameters())
 
 
 # ---- the floor ------------------------------------------------------------------------------------------
@@ -267,137 +287,19 @@ def _floor(case: Case, inputs: Inputs, topology: Topology, forwards: int) -> Run
     return Run(step=step)
 
 
-# ---- other people's -------------------------------------------------------------------------------------
-
-
-class _NativeExpert(nn.Module):
-    """The expert that DeepSpeed's native layer copies."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.w1 = nn.Linear(width, hidden, bias=False)
-        self.w2 = nn.Linear(hidden, width, bias=False)
-        self.w3 = nn.Linear(width, hidden, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
-
-
-def deepspeed_native(case: Case, inputs: Inputs, topology: Topology) -> Run:
-    """DeepSpeed's own MoE, dropless, its random choices off."""
-    from deepspeed.moe.layer import MoE
-
-    from moe import zero
-
-    zero.init_distributed("gloo")
-    layer = MoE(
-        case.width, _NativeExpert(case.width, case.hidden), case.experts, topology.ep_size, case.top_k,
-        drop_tokens=False, use_rts=False, top2_2nd_expert_sampling=False,
-    )  # fmt: skip
-    layer.set_deepspeed_parallelism()
-    layer = layer.to(inputs.x_TD.dtype)
-    moe: Any = layer.deepspeed_moe
-    with torch.no_grad():
-        moe.gate.wg.weight.copy_(inputs.gate_ED)
-        for local, expert in enumerate(topology.home_experts(case.experts)):
-            for name in ("w1", "w2", "w3"):
-                getattr(moe.experts.deepspeed_experts[local], name).weight.copy_(
-                    getattr(inputs, name)[expert]
-                )
-
-    def forward(x: torch.Tensor) -> Any:
-        y, aux, _ = layer(x[None])
-        return y, aux
-
-    return layer_run(forward, inputs, layer.parameters())
-
-
-def deepspeed_autoep(case: Case, inputs: Inputs, topology: Topology) -> Run:
-    """The layer that AutoEP makes of a Mixtral block."""
-    from deepspeed.module_inject.auto_ep import AutoEP
-    from deepspeed.module_inject.auto_ep_config import parse_autoep_config
-    from transformers import MixtralConfig, MixtralForCausalLM  # pyright: ignore[reportMissingImports]
-
-    from moe import zero
-
-    zero.init_distributed("gloo")
-    model = MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=8, hidden_size=case.width, intermediate_size=case.hidden, num_hidden_layers=1,
-            num_attention_heads=4, num_key_value_heads=4, num_local_experts=case.experts,
-            num_experts_per_tok=case.top_k,
-        )
-    )  # fmt: skip
-    settings = parse_autoep_config(
-        {"enabled": True, "autoep_size": topology.ep_size, "preset_model": "mixtral"}
-    )
-    auto = AutoEP(model, settings)
-    for spec in auto.ep_parser():
-        auto.replace_moe_layer(spec, topology.ep_size, topology.ep_rank)
-    layer: Any = model.model.layers[0].mlp
-    layer.set_deepspeed_parallelism()
-    layer = layer.to(inputs.x_TD.dtype)
-    home = topology.home_experts(case.experts)
-    with torch.no_grad():
-        layer.router.gate.weight.copy_(inputs.gate_ED)
-        for name in ("w1", "w2", "w3"):
-            getattr(layer.experts, name).copy_(getattr(inputs, name)[home])
-
-    def forward(x: torch.Tensor) -> Any:
-        out = layer(x[None])
-        return (out[0] if isinstance(out, tuple) else out), None
-
-    return layer_run(forward, inputs, layer.parameters())
-
-
-def hf_eager(case: Case, inputs: Inputs, topology: Topology) -> Run:
-    """The block of transformers with its loop over experts."""
-    return _transformers(case, inputs, "eager")
-
-
-def hf_grouped(case: Case, inputs: Inputs, topology: Topology) -> Run:
-    """The block of transformers with grouped products."""
-    return _transformers(case, inputs, "grouped_mm")
-
-
-def _transformers(case: Case, inputs: Inputs, implementation: str) -> Run:
-    """A Mixtral block with all experts on this rank. Its router says no balance loss."""
-    from transformers import MixtralConfig  # pyright: ignore[reportMissingImports]
-    from transformers.models.mixtral.modeling_mixtral import (  # pyright: ignore[reportMissingImports]
-        MixtralSparseMoeBlock,
-    )
-
-    settings: dict[str, Any] = {
-        "hidden_size": case.width,
-        "intermediate_size": case.hidden,
-        "num_local_experts": case.experts,
-        "num_experts_per_tok": case.top_k,
-        "experts_implementation": implementation,
-    }
-    config = MixtralConfig(**settings)
-    if config._experts_implementation != implementation:
-        raise ValueError(f"transformers took {config._experts_implementation!r} for {implementation!r}")
-    block: Any = MixtralSparseMoeBlock(config).to(inputs.x_TD.dtype)
-    with torch.no_grad():
-        block.gate.weight.copy_(inputs.gate_ED)
-        block.experts.gate_up_proj.copy_(torch.cat([inputs.w1, inputs.w3], dim=1))
-        block.experts.down_proj.copy_(inputs.w2)
-
-    def forward(x: torch.Tensor) -> Any:
-        return block(x[None]), None
-
-    return layer_run(forward, inputs, block.parameters())
-
-
 CONTENDERS: dict[str, Callable[[Case, Inputs, Topology], Run]] = {
     "floor": floor,
     "counterpoise": counterpoise,
-    "ds_native": deepspeed_native,
-    "ds_autoep": deepspeed_autoep,
-    "hf_eager": hf_eager,
-    "hf_grouped": hf_grouped,
+    "ds_native": bench_others.deepspeed_native,
+    "ds_autoep": bench_others.deepspeed_autoep,
+    "hf_eager": bench_others.hf_eager,
+    "hf_grouped": bench_others.hf_grouped,
     "observed": observed,
     "recompute": recompute,
     "recompute_rows": recompute_rows,
     "floor_recompute": floor_recompute,
+    "balanced": balanced,
+    "replicas": replicas,
+    "resident": resident,
+    "dedup": dedup,
 }

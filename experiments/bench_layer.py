@@ -2,9 +2,11 @@
 
     counterpoise bench layer --json OUT
 
-Contenders and floor: bench_contenders.py. All run in one job, in turn, so that a slow moment of the machine
-hits everybody; a round's time is that of its slowest rank, the figure is the median over rounds, a ratio the
-median of the rounds' ratios. The memory is what a step adds at its peak to what was there before it.
+Contenders and floor: bench_contenders.py. Beside the sizes with balanced routing stand some whose routing is
+skewed by force, where replicas and the exact split are to take the time of balanced routing, and one that
+deduplication is for. All run in one job, in turn, so that a slow moment of the machine hits everybody; a
+round's time is that of its slowest rank, the figure is the median over rounds, a ratio the median of the
+rounds' ratios. The memory is what a step adds at its peak to what was there before it.
 """
 
 import argparse
@@ -18,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from experiments.bench_table import markdown, print_case
+
 DTYPES = ("float32", "bfloat16")
 # experts, experts per token, tokens of a rank
 SIZES = [(16, 2, 2048), (64, 6, 1024), (64, 2, 4096), (16, 2, 8192), (128, 8, 2048)]
@@ -27,11 +31,20 @@ RANKED = ("counterpoise", *OTHERS)
 RECOMPUTED = ("recompute", "recompute_rows", "floor_recompute")
 ON_RANKS = ("floor", "counterpoise", "ds_native", "ds_autoep", "observed", *RECOMPUTED)
 ON_ONE = ("floor", "counterpoise", "hf_eager", "hf_grouped")
+ON_SKEW = ("balanced", "counterpoise", "replicas", "resident", "ds_native", "ds_autoep")
+ON_DEDUP = ("counterpoise", "dedup")
+SKEWED_SIZES = [(16, 2, 8192), (64, 6, 1024), (128, 8, 2048)]
+# over four ranks most of a token's 8 copies share a rank with another
+DEDUP_SIZE = (64, 8, 1024)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One size: E experts, K per token, T tokens of a rank, D width, F hidden width of an expert, P ranks."""
+    """One size: E experts, K per token, T tokens of a rank, D width, F hidden width of an expert, P ranks.
+
+    skew: how the experts are chosen, as RouterConfig.forced; "" = all alike, in turn;  dedup: the case of
+    deduplication, whose experts are chosen by chance
+    """
 
     experts: int
     top_k: int
@@ -40,15 +53,26 @@ class Case:
     hidden: int = 512
     dtype: str = "float32"
     ranks: int = 2
+    skew: str = ""
+    dedup: bool = False
 
     @property
     def name(self) -> str:
         size = f"E{self.experts} K{self.top_k} T{self.tokens} D{self.width} F{self.hidden}"
-        return f"{size} {self.dtype} P{self.ranks}"
+        kind = " dedup" if self.dedup else f" {self.skew}" if self.skew else ""
+        return f"{size} {self.dtype} P{self.ranks}{kind}"
+
+    @property
+    def contenders(self) -> tuple[str, ...]:
+        """Who runs in this case."""
+        if self.ranks == 1:
+            return ON_ONE
+        return ON_DEDUP if self.dedup else ON_SKEW if self.skew else ON_RANKS
 
 
 def default_cases(ranks: int = 2) -> list[Case]:
-    """The sizes of the table, each in float32 and bfloat16, over `ranks` ranks; two of them on one rank."""
+    """The sizes of the table, each in float32 and bfloat16, over `ranks` ranks; two of them on one rank,
+    three with skewed routing, one for deduplication over twice the ranks."""
     cases = []
     for dtype in DTYPES:
         for e, k, t in SIZES:
@@ -58,6 +82,14 @@ def default_cases(ranks: int = 2) -> list[Case]:
         for dtype in DTYPES:
             for e, k, t in SIZES[:2]:
                 cases.append(Case(experts=e, top_k=k, tokens=t, dtype=dtype, ranks=1))
+            for e, k, t in SKEWED_SIZES:
+                for skew in ("zipf:1.0", "always:0", f"only:0-{e // ranks - 1}"):
+                    cases.append(Case(experts=e, top_k=k, tokens=t, dtype=dtype, ranks=ranks, skew=skew))
+            e, k, t = DEDUP_SIZE
+            dedup = Case(
+                experts=e, top_k=k, tokens=t, dtype=dtype, ranks=2 * ranks, skew="uniform", dedup=True
+            )
+            cases.append(dedup)
     return cases
 
 
@@ -86,7 +118,7 @@ def main(argv: Sequence[str]) -> int:
     wanted = _names(args.contenders)
     rows: list[dict[str, Any]] = []
     for number, case in enumerate(chosen, 1):
-        names = [name for name in (ON_ONE if case.ranks == 1 else ON_RANKS) if not wanted or name in wanted]
+        names = [name for name in case.contenders if not wanted or name in wanted]
         if not names:
             continue
         print(f"[{number}/{len(chosen)}] {case.name}", flush=True)
@@ -101,7 +133,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _names(text: str) -> list[str]:
-    known = sorted({*ON_RANKS, *ON_ONE})
+    known = sorted({*ON_RANKS, *ON_ONE, *ON_SKEW, *ON_DEDUP})
     names = [name for name in text.split(",") if name]
     for name in names:
         if name not in known:
@@ -143,7 +175,10 @@ def _cpu() -> str:
 
 
 def run_case(case: Case, names: list[str], rounds: int) -> list[dict[str, Any]]:
-    """Rows of one case: step_ms and peak_mib of every contender, or one with `why` it failed."""
+    """Rows of one case: step_ms, peak_mib and sent_mib of every contender, or one with `why` it failed.
+
+    peak_mib: of the rank with the most;  sent_mib: of all ranks together.
+    """
     from experiments.bench_contenders import measure
     from moe.testing import run_ranks
 
@@ -157,56 +192,43 @@ def run_case(case: Case, names: list[str], rounds: int) -> list[dict[str, Any]]:
     for name in names:
         head = {"case": case.name, "contender": name}
         if name not in ran:
-            nothing = {"value": None, "ratio_to_best_peer": None, "ratio_to_floor": None}
+            nothing = dict.fromkeys(("value", "ratio_to_best_peer", "ratio_to_floor", "ratio_to_balanced"))
             rows.append({**head, "metric": "step_ms", **nothing, "why": outcomes[0][name]["why"]})
             continue
         peers = [peer for peer in ran if peer in RANKED and peer != name]
         step = {"metric": "step_ms", "value": statistics.median(times[name]) * 1e3}
         fastest = min(peers, key=lambda peer: float(np.median(times[peer])), default=None)
         step["ratio_to_best_peer"] = None if fastest is None else _ratio(times[name], times[fastest])
-        step["ratio_to_floor"] = _ratio(times[name], times["floor"]) if "floor" in times else None
+        for base in ("floor", "balanced"):
+            step[f"ratio_to_{base}"] = _ratio(times[name], times[base]) if base in times else None
         leanest = min((peaks[peer] for peer in peers), default=None)
-        peak = {"metric": "peak_mib", "value": peaks[name], "ratio_to_floor": None}
+        peak = {"metric": "peak_mib", "value": peaks[name], "ratio_to_floor": None, "ratio_to_balanced": None}
         peak["ratio_to_best_peer"] = None if not leanest else peaks[name] / leanest
-        rows += [{**head, **step}, {**head, **peak}]
+        sent = {**peak, "metric": "sent_mib", "ratio_to_best_peer": None}
+        sent["value"] = sum(outcome[name]["sent_mib"] for outcome in outcomes)
+        rows += [{**head, **step}, {**head, **peak}, {**head, **sent}]
+        if case.dedup:
+            rows.append({**head, **sent, "metric": "formula_mib", "value": formula_bytes(case, name) / 2**20})
     return rows
+
+
+def formula_bytes(case: Case, name: str) -> float:
+    """Expected bytes that all ranks send in a step, experts chosen by chance: rows four times, and counts.
+
+    Deduplicated, a token's row goes once to each of its ranks, and 12 bytes with each copy.
+    """
+    from moe.dedup_rule import expected_pairs
+
+    element = 2 if case.dtype == "bfloat16" else 4
+    away = case.tokens * (case.ranks - 1)  # tokens of all ranks, times the share of rows that leave
+    rows, extra = float(case.top_k), 0
+    if name == "dedup":
+        rows, extra = expected_pairs(case.top_k, case.experts, case.ranks), 12 * case.top_k
+    counts = 8 * (case.experts + 2) * (case.ranks - 1) * case.ranks
+    return away * (4 * rows * case.width * element + extra) + counts
 
 
 def _ratio(times: np.ndarray, others: np.ndarray) -> float:
     """Median of the ratios of rounds that both have."""
     both = min(len(times), len(others))
     return float(np.median(times[:both] / others[:both]))
-
-
-def print_case(rows: list[dict[str, Any]]) -> None:
-    """One block of figures."""
-    peaks = {row["contender"]: row for row in rows if row["metric"] == "peak_mib"}
-    for row in (r for r in rows if r["metric"] == "step_ms"):
-        name = row["contender"]
-        if row["value"] is None:
-            print(f"  {name:<16} {row['why']}")
-            continue
-        floor = f"{row['ratio_to_floor']:5.2f} of floor" if row["ratio_to_floor"] else ""
-        peer = f"{row['ratio_to_best_peer']:5.2f} of the best other" if row["ratio_to_best_peer"] else ""
-        print(f"  {name:<16} {row['value']:8.1f} ms {floor:>14} {peer:>23}  {peaks[name]['value']:7.1f} MiB")
-
-
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """The table: a line for every case, times over the floor's, peak memory in MiB."""
-    cases = list(dict.fromkeys(row["case"] for row in rows))
-    names = [name for name in (*RANKED, "observed") if any(row["contender"] == name for row in rows)]
-    found = {(row["case"], row["contender"], row["metric"]): row for row in rows}
-    lines = ["| case | floor ms | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
-    for case in cases:
-        floor = found.get((case, "floor", "step_ms"))
-        cells = [case, f"{floor['value']:.0f}" if floor else ""]
-        for name in names:
-            step, peak = found.get((case, name, "step_ms")), found.get((case, name, "peak_mib"))
-            if step is None:
-                cells.append("")
-            elif peak is None:
-                cells.append(step["why"].split(":")[0])
-            else:
-                cells.append(f"{step['ratio_to_floor'] or 0:.2f} ({peak['value']:.0f})")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"

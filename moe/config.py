@@ -9,6 +9,7 @@ DTYPES = ("float32", "bfloat16")
 ACTIVATIONS = ("swiglu", "gelu")
 WEIGHT_POSITIONS = ("after", "before")
 METHODS = ("auto", "loop", "grouped_mm", "bmm")
+DEDUP = ("off", "on", "auto")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +48,15 @@ class MoEConfig:
         },
     )
 
+    dedup: str = field(
+        default="off",
+        metadata={
+            "help": "send a token's row once to a rank, however many of its experts are there: off, on, or "
+            "auto, where the bytes saved outweigh the extra exchanges on the link, measured in the first "
+            "forward (a resumed run measures again, and may choose otherwise)",
+            "choices": DEDUP,
+        },
+    )
     prefetch: bool = field(
         default=False,
         metadata={
@@ -60,7 +70,8 @@ class MoEConfig:
             raise ValueError(f"moe.expert_hidden={self.expert_hidden} must be at least 1")
         if self.shared_hidden < 0:
             raise ValueError(f"moe.shared_hidden={self.shared_hidden} must be 0 (no shared expert) or more")
-        known = {"activation": ACTIVATIONS, "weight_position": WEIGHT_POSITIONS, "method": METHODS}
+        known = {"activation": ACTIVATIONS, "weight_position": WEIGHT_POSITIONS}
+        known |= {"method": METHODS, "dedup": DEDUP}
         for name, choices in known.items():
             if getattr(self, name) not in choices:
                 raise ValueError(

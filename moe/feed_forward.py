@@ -190,7 +190,8 @@ def _with_replicas(
     own = _HomeWeights.apply(replicas, *weights)
     home_RD = _products(row_parts[0], own, rows_s[:homes], weight_parts[0], method)
     trained = any(weight.requires_grad for weight in weights)
-    borrowed = _BorrowedWeights.apply(replicas, rows_s[homes:] > 0, trained, home_RD)
+    busy_u = to_device(torch.nonzero(rows_s[homes:])[:, 0], rows_RD.device)
+    borrowed = _BorrowedWeights.apply(replicas, busy_u, trained, home_RD)
     replica_RD = _products(row_parts[1], borrowed, rows_s[homes:], weight_parts[1], method)
     return permute_rows(torch.cat([home_RD, replica_RD]), by_source, by_slot)
 
@@ -217,8 +218,8 @@ class _BorrowedWeights(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, replicas: Any, busy_r: Any, trained: Any, home_RD: Any) -> Any:
-        ctx.replicas, ctx.busy_r = replicas, busy_r
+    def forward(ctx: Any, replicas: Any, busy_u: Any, trained: Any, home_RD: Any) -> Any:
+        ctx.replicas, ctx.busy_u = replicas, busy_u
         ctx.save_for_backward(home_RD.new_empty(0))
         borrowed = tuple(replicas.wait())
         if not trained:
@@ -229,8 +230,8 @@ class _BorrowedWeights(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         _ = ctx.saved_tensors  # where a checkpoint computes again, at the same point on every rank
-        busy_r = ctx.busy_r.to(grad_outputs[0].device)
-        ctx.replicas.send_back(torch.cat([grad[busy_r].flatten(1) for grad in grad_outputs], dim=1))
+        parts = [grad.index_select(0, ctx.busy_u).flatten(1) for grad in grad_outputs]
+        ctx.replicas.send_back(torch.cat(parts, dim=1))
         return None, None, None, None
 
 

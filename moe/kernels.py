@@ -1,7 +1,7 @@
 """Kernels: what numba compiles for this package on CPU. The only user of numba here.
 
-The functions stand as plain loops over arrays in permute_kernels.py, activation_kernels.py and
-meter_kernels.py. Each has a torch twin beside its caller, for other devices and for types that it lacks.
+The functions stand as plain loops over arrays in permute_kernels.py, dedup_kernels.py, activation_kernels.py
+and meter_kernels.py. Each has a torch twin beside its caller, for other devices and for types that it lacks.
 """
 
 import threading
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moe import activation_kernels, meter_kernels, permute_kernels
+from moe import activation_kernels, dedup_kernels, meter_kernels, permute_kernels
 
 _COMPILING = threading.Lock()
 
@@ -32,7 +32,7 @@ def _compiled() -> SimpleNamespace:
     fast = {"contract", "reassoc", "nsz", "arcp"}
     options: dict[str, Any] = {"cache": True, "nogil": True, "fastmath": fast, "error_model": "numpy"}
     compiled: dict[str, Any] = {}
-    for module in (permute_kernels, activation_kernels, meter_kernels):
+    for module in (permute_kernels, dedup_kernels, activation_kernels, meter_kernels):
         for name in module.HELPERS:
             setattr(module, name, njit(inline="always", **options)(getattr(module, name)))
         compiled |= {name: njit(**options)(getattr(module, name)) for name in module.KERNELS}

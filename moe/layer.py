@@ -7,12 +7,15 @@ The split, the groups, the meter and the timer come in from outside; no engine i
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 import numpy as np
 import torch
 from torch import nn
 
 from moe.config import MoEConfig
+from moe.dedup import combine_unique, dispatch_unique
+from moe.dedup_rule import Link, measure_link, pays_in_batch
 from moe.dispatch import combine, dispatch, dispatch_weights
 from moe.exchange import DistExchange, SoloExchange
 from moe.experts import Experts, SwiGLU, init_experts
@@ -91,6 +94,7 @@ class MoELayer(nn.Module):
         self._use(make_placement(slot_to_expert_S, router.num_experts, topology.ep_size, home_slot_E))
         self.home_experts = self.slot_to_expert_S[self.placement.home_slots(topology.ep_rank)]
         self._prefetched: Replicas | None = None
+        self._link: Link | None = None  # measured where "auto" wants to know it
         self._inside_step = False  # a forward since the last optimizer step has used the placement
         self.router = Router(router)
         self.experts = Experts(
@@ -238,13 +242,10 @@ class MoELayer(nn.Module):
         meanwhile: Callable[[], None],
     ) -> torch.Tensor:
         """Dispatch, experts, combine; without the last where a checkpoint has kept what it gave."""
-        exchange, before = self.groups.ep, self.config.weight_position == "before"
+        before = self.config.weight_position == "before"
         with self._part("dispatch"):
-            rows_RD, handle = dispatch(
-                x_TD, routing, rows_PS, self.slot_to_expert_S, exchange, meanwhile, by_slot=False
-            )
-            weight_R = dispatch_weights(handle) if before else None
-        rows_Ps, replicas = handle.rows_by_source_Ps, self._take_prefetched()
+            rows_RD, rows_Ps, weight_R, combined = self._dispatch(x_TD, routing, rows_PS, meanwhile)
+        replicas = self._take_prefetched()
         if replicas is None:
             rows_Ps = rows_Ps[:, self._home_slots]
         else:
@@ -255,10 +256,35 @@ class MoELayer(nn.Module):
             return route.y_TD
         memory = current_memory()
         with self._part("combine"), kept(memory):
-            y_TD = combine(rows_RD, handle, weighted=not before)
+            y_TD = combined(rows_RD, weighted=not before)
         if memory is not None and memory.keep_rows:
             route.y_TD = as_leaf(y_TD)
         return y_TD
+
+    def _dispatch(
+        self, x_TD: torch.Tensor, routing: Routing, rows_PS: np.ndarray, meanwhile: Callable[[], None]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Callable[..., torch.Tensor]]:
+        """Rows [R, D], their numbers by (source, slot), their router weights [R] where the experts want them,
+        and the way back."""
+        slots, exchange = self.slot_to_expert_S, self.groups.ep
+        before = self.config.weight_position == "before"
+        if self._deduplicates(x_TD, routing, rows_PS):
+            rows_RD, unique = dispatch_unique(x_TD, routing, rows_PS, slots, exchange, meanwhile)
+            weight_R = unique.weight_R if before else None
+            return rows_RD, unique.rows_Ps, weight_R, partial(combine_unique, handle=unique)
+        rows_RD, handle = dispatch(x_TD, routing, rows_PS, slots, exchange, meanwhile, by_slot=False)
+        weight_R = dispatch_weights(handle) if before else None
+        return rows_RD, handle.rows_by_source_Ps, weight_R, partial(combine, handle=handle)
+
+    def _deduplicates(self, x_TD: torch.Tensor, routing: Routing, rows_PS: np.ndarray) -> bool:
+        """Whether a token's row travels once to each rank; the same answer on every rank."""
+        if self.config.dedup != "auto" or self.groups.ep.size == 1:
+            return self.config.dedup == "on"
+        if self._link is None:
+            self._link = measure_link(self.groups.ep, device=x_TD.device)
+        sizes = {"width": x_TD.shape[1], "element_bytes": x_TD.element_size()}
+        sizes["weight_bytes"] = routing.weight_N.element_size()
+        return pays_in_batch(rows_PS, self.config.router.top_k, link=self._link, **sizes)
 
     def _take_prefetched(self) -> Replicas | None:
         """The replicas of this forward; None where the placement has none."""

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from experiments import bench_layer
-from experiments.bench_contenders import CONTENDERS, make_inputs, peak_bytes
-from experiments.bench_layer import Case, markdown, print_case, run_case
+from experiments.bench_contenders import CONTENDERS, peak_bytes
+from experiments.bench_inputs import Run, make_inputs
+from experiments.bench_layer import Case, run_case
+from experiments.bench_table import markdown, print_case
 from moe import Topology
 from moe.testing import run_ranks
 from routing.select import top_k
@@ -54,9 +56,10 @@ def test_all_contenders_give_the_same_rows(world, names):
 def test_rows_have_what_is_compared_and_a_contender_that_fails_says_why(capsys, monkeypatch):
     rows = run_case(TINY, ["floor", "counterpoise", "observed", "floor_recompute"], 3)
     found = {(row["contender"], row["metric"]): row for row in rows}
-    assert len(found) == len(rows) == 8
+    assert len(found) == len(rows) == 12
+    ratios = {"ratio_to_best_peer", "ratio_to_floor", "ratio_to_balanced"}
     for row in rows:
-        assert set(row) == {"case", "contender", "metric", "value", "ratio_to_best_peer", "ratio_to_floor"}
+        assert set(row) == {"case", "contender", "metric", "value"} | ratios
         assert row["value"] > 0
     assert found["floor", "step_ms"]["ratio_to_floor"] == 1.0
     assert found["counterpoise", "step_ms"]["ratio_to_best_peer"] is None, "no other layer ran"
@@ -69,8 +72,71 @@ def test_rows_have_what_is_compared_and_a_contender_that_fails_says_why(capsys, 
     assert markdown(rows).count("\n") == 3
 
 
+SKEWED = Case(experts=4, top_k=2, tokens=96, width=32, hidden=16, skew="only:0-1")
+
+
+@pytest.mark.dist
+def test_under_skew_replicas_give_the_same_rows_and_spread_them_over_the_ranks(capsys):
+    inputs = make_inputs(SKEWED, 0)
+    chosen = top_k(inputs.x_TD @ inputs.gate_ED.T, None, 2)
+    assert chosen.max() == 1, "the gate selects what was forced"
+    for outputs in run_ranks(skewed_rank, 2):
+        assert outputs["fullest"] == 192 and outputs["replicated"] > 0
+        torch.testing.assert_close(torch.tensor(outputs["replicas"]), torch.tensor(outputs["counterpoise"]))
+    rows = run_case(SKEWED, ["balanced", "counterpoise", "replicas", "resident"], 2)
+    found = {(row["contender"], row["metric"]): row for row in rows}
+    assert found["balanced", "step_ms"]["ratio_to_balanced"] == 1.0
+    for name in ("counterpoise", "replicas", "resident"):
+        assert found[name, "step_ms"]["ratio_to_balanced"] > 0
+        assert found[name, "step_ms"]["ratio_to_floor"] is None
+    weights = 2 * 3 * 32 * 16 * 4 / 2**20  # there and back, of one expert
+    assert found["replicas", "sent_mib"]["value"] >= found["resident", "sent_mib"]["value"] + weights
+    print_case(rows)
+    assert "of balanced" in capsys.readouterr().out
+    assert markdown(rows).startswith(
+        "| case (times over those of balanced routing) | balanced ms | counterpoise |"
+    )
+
+
+def skewed_rank(rank: int, world: int):
+    from experiments.bench_contenders import replicated_layer
+
+    topology = Topology(world_size=world, ep_size=world, rank=rank)
+    inputs = make_inputs(SKEWED, rank)
+    layer = replicated_layer(SKEWED, inputs, topology)
+    counts_PE, _ = layer.gather_counts(layer.router.route(inputs.x_TD))
+    rows_PS = layer.split(counts_PE, layer.slot_to_expert_S)
+    outputs = {
+        n: CONTENDERS[n](SKEWED, inputs, topology).outputs().tolist() for n in ("counterpoise", "replicas")
+    }
+    fullest = int(rows_PS.sum(axis=0).reshape(world, -1).sum(axis=1).max())
+    return {**outputs, "fullest": fullest, "replicated": layer.placement.replica_slots.size}
+
+
+@pytest.mark.dist
+def test_deduplication_sends_fewer_bytes_and_gives_the_same_rows():
+    case = Case(experts=4, top_k=4, tokens=24, width=32, hidden=16, skew="uniform", dedup=True)
+    rows = run_case(case, list(case.contenders), 2)
+    sent = {row["contender"]: row["value"] for row in rows if row["metric"] == "sent_mib"}
+    # each of 24 tokens has two copies on the other rank: 1 row for 2, four times; 12 bytes a copy and a few
+    assert 0.5 < sent["dedup"] / sent["counterpoise"] < 0.7
+    for row in rows:  # K = E: the formula's expectation is what happens
+        if row["metric"] == "formula_mib":
+            assert row["value"] == pytest.approx(sent[row["contender"]], rel=1e-9)
+    for outputs in run_ranks(dedup_rank, 2, case):
+        torch.testing.assert_close(torch.tensor(outputs["dedup"]), torch.tensor(outputs["counterpoise"]))
+    assert markdown(rows).startswith(
+        "| case (times over those of plain dispatch) | counterpoise ms | dedup |"
+    )
+
+
+def dedup_rank(rank: int, world: int, case: Case):
+    topology = Topology(world_size=world, ep_size=world, rank=rank)
+    inputs = make_inputs(case, rank)
+    return {name: CONTENDERS[name](case, inputs, topology).outputs().tolist() for name in case.contenders}
+
+
 def test_peak_memory_is_that_of_the_tensors_alive_at_once():
-    from experiments.bench_contenders import Run
 
     def step():
         for _ in range(3):
@@ -92,13 +158,15 @@ def test_the_command_refuses_what_it_does_not_know(tmp_path):
 
 def test_the_command_writes_rows_with_machine_and_commit(tmp_path, monkeypatch, capsys):
     row = {"case": "c", "contender": "floor", "metric": "step_ms", "value": 1.0}
-    row |= {"ratio_to_best_peer": None, "ratio_to_floor": 1.0}
+    row |= {"ratio_to_best_peer": None, "ratio_to_floor": 1.0, "ratio_to_balanced": None}
     peak = {**row, "metric": "peak_mib", "value": 2.0}
-    monkeypatch.setattr(bench_layer, "run_case", lambda *_: [row, peak])
+    ours = [{**r, "contender": "counterpoise"} for r in (row, peak, {**peak, "metric": "sent_mib"})]
+    floor = [row, peak, {**peak, "metric": "sent_mib"}]
+    monkeypatch.setattr(bench_layer, "run_case", lambda *_: floor + ours)
     out, table = tmp_path / "rows.json", tmp_path / "table.md"
     arguments = ["--cases", "E16 K2 T2048 D256", "--json", str(out), "--markdown", str(table)]
     assert bench_layer.main(arguments) == 0
     written = json.loads(out.read_text())
     assert set(written) == {"machine", "commit", "torch", "rows"} and written["rows"][0] == row
-    assert table.read_text().startswith("| case | floor ms |")
+    assert table.read_text().startswith("| case (times over the floor's) | floor ms | counterpoise |")
     assert "[1/" in capsys.readouterr().out

@@ -30,12 +30,13 @@ def tokens() -> torch.Tensor:
     return noise + 3 * gate_ED[first] + 2 * gate_ED[second]
 
 
-def make(dtype, method="auto", meter=None):
+def make(dtype, method="auto", meter=None, dedup="off", replicas=False):
     """A layer on the GPU, and the float64 reference with its weights."""
+    slots = np.array([*range(EXPERTS), 4, 1, -1, 4]) if replicas else None
     router = RouterConfig(d_model=WIDTH, num_experts=EXPERTS, top_k=2, balance_loss=0.3)
-    config = MoEConfig(router=router, expert_hidden=HIDDEN, shared_hidden=32, method=method)
+    config = MoEConfig(router=router, expert_hidden=HIDDEN, shared_hidden=32, method=method, dedup=dedup)
     torch.manual_seed(0)
-    layer = MoELayer(config, Topology(), meter=meter).to("cuda", dtype)
+    layer = MoELayer(config, Topology(), meter=meter, slot_to_expert_S=slots).to("cuda", dtype)
     reference = DenseMoE(config, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         layer.router.gate.weight.copy_(orthonormal())
@@ -46,6 +47,7 @@ def make(dtype, method="auto", meter=None):
     return layer, reference
 
 
+@pytest.mark.parametrize("skew_proof", [{}, {"replicas": True}, {"dedup": "on", "replicas": True}], ids=str)
 @pytest.mark.parametrize("keep", ["", "routes", "rows"])
 @pytest.mark.parametrize(
     ("dtype", "method", "bound"),
@@ -57,8 +59,8 @@ def make(dtype, method="auto", meter=None):
         (torch.bfloat16, "grouped_mm", 0.05),
     ],
 )
-def test_the_layer_on_a_gpu_equals_the_reference(dtype, method, bound, keep):
-    layer, reference = make(dtype, method)
+def test_the_layer_on_a_gpu_equals_the_reference(dtype, method, bound, keep, skew_proof):
+    layer, reference = make(dtype, method, **skew_proof)
     x = tokens().to(dtype)
     ours, theirs = x.cuda().requires_grad_(True), x.detach().double().requires_grad_(True)
     y, aux_loss = checkpoint(layer, ours, keep=keep) if keep else layer(ours)
@@ -72,8 +74,9 @@ def test_the_layer_on_a_gpu_equals_the_reference(dtype, method, bound, keep):
         assert float((got.detach().cpu().double() - want.detach()).abs().max()) <= bound * scale
 
 
-def test_a_forward_and_backward_wait_for_the_device_once():
-    layer, _ = make(torch.bfloat16, meter=LoadMeter())
+@pytest.mark.parametrize("replicas", [False, True])
+def test_a_forward_and_backward_wait_for_the_device_once(replicas):
+    layer, _ = make(torch.bfloat16, meter=LoadMeter(), replicas=replicas)
     x = torch.randn(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     for _ in range(2):  # the first one allocates and loads
         with warnings.catch_warnings(record=True) as caught:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from balancer.split import exact_split
 from moe import DenseMoE, Groups, MoEConfig, MoELayer, SoloExchange, Topology
 from moe.exchange import DistExchange
 from moe.placement import even_split
@@ -46,6 +47,7 @@ class Draw:
     replicas: str = "none"
     split: str = "even"
     prefetch: bool = False
+    dedup: str = "off"
 
     @property
     def config(self) -> MoEConfig:
@@ -56,7 +58,7 @@ class Draw:
         )  # fmt: skip
         return MoEConfig(
             router=router, expert_hidden=self.hidden, shared_hidden=self.shared, activation=self.activation,
-            weight_position=self.weight_position, method=self.method,
+            weight_position=self.weight_position, method=self.method, dedup=self.dedup,
         )  # fmt: skip
 
     def slots(self) -> np.ndarray:
@@ -82,7 +84,7 @@ class Draw:
 
     def splitter(self):
         """The split of a batch, a function of the counts."""
-        return {"even": even_split, "random": random_split(self.seed)}[self.split]
+        return {"even": even_split, "random": random_split(self.seed), "exact": exact_split}[self.split]
 
 
 def random_split(seed: int):
@@ -129,8 +131,9 @@ def make_draw(seed: int) -> Draw:
         dtype=dtype,
         method=method,
         replicas=str(draw.choice(["none", "random", "random", "one_expert", "same_rank"])),
-        split=str(draw.choice(["even", "random"])),
+        split=str(draw.choice(["even", "random", "exact"])),
         prefetch=bool(draw.integers(0, 2)),
+        dedup=str(draw.choice(["off", "on", "on"])),
     )
 
 
@@ -267,7 +270,7 @@ def safe_draw(seed: int) -> Draw:
 
 FACTORS = (
     "world", "top_k", "shared", "score", "scope", "activation", "weight_position", "bias", "masked",
-    "recompute", "spare", "dtype", "method", "replicas", "split", "prefetch",
+    "recompute", "spare", "dtype", "method", "replicas", "split", "prefetch", "dedup",
 )  # fmt: skip
 
 
@@ -318,13 +321,13 @@ def step_on_ranks(rank, world, draw):
 
 @pytest.mark.dist
 @pytest.mark.parametrize("recompute", ["no", "reentrant", "non_reentrant", "keep_rows"])
-@pytest.mark.parametrize("tokens_P", [(0, 7), (5, 0, 3)], ids=str)
-def test_gloo_ranks_equal_the_reference_with_a_rank_without_rows(tokens_P, recompute):
+@pytest.mark.parametrize(("tokens_P", "dedup"), [((0, 7), "off"), ((5, 0, 3), "on")], ids=str)
+def test_gloo_ranks_equal_the_reference_with_a_rank_without_rows(tokens_P, dedup, recompute):
     draw = Draw(
         seed=1, world=len(tokens_P), experts=6, top_k=2, width=11, hidden=13, shared=7, tokens_P=tokens_P,
         score="softmax", scope="global", activation="swiglu", weight_position="before", bias="one_rank",
         masked=False, recompute=recompute, spare=1, dtype=torch.float64, replicas="one_expert",
-        split="random",
+        split="random", dedup=dedup,
     )  # fmt: skip
     check(draw, run_ranks(step_on_ranks, draw.world, draw, timeout_s=60))
 

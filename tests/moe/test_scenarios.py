@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from balancer.split import exact_split
 from moe import DenseMoE, Groups, ModelConfig, MoEConfig, MoELayer, SoloExchange, Topology, make_groups
 from moe.exchange import DistExchange
 from moe.model import Transformer
+from moe.placement import even_split
 from moe.recompute import checkpoint
 from moe.testing import run_loopback, run_ranks
 from routing import RouterConfig
@@ -23,7 +25,8 @@ from routing import RouterConfig
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
     """tokens_MP: tokens of every micro-batch and rank;  live: experts that tokens select, None = all;  slots:
-    homes, None = in order;  method: how the experts compute. Sizes are distinct and multiples of 4."""
+    homes, None = in order;  spare: slots a rank beside them, with replicas of the live ones, split exactly;
+    method: how the experts compute. Sizes are distinct and multiples of 4."""
 
     tokens_MP: tuple[tuple[int, ...], ...] = ((5, 9),)
     experts: int = 12
@@ -38,6 +41,8 @@ class Case:
     weight_position: str = "after"
     recompute: str = "no"
     slots: tuple[int, ...] | None = None
+    spare: int = 0
+    dedup: str = "off"
     method: str = "auto"
     dtype: torch.dtype = torch.float64
 
@@ -53,8 +58,15 @@ class Case:
         )  # fmt: skip
         return MoEConfig(
             router=router, expert_hidden=self.hidden, shared_hidden=self.shared,
-            weight_position=self.weight_position,
+            weight_position=self.weight_position, dedup=self.dedup,
         )  # fmt: skip
+
+    def placement(self) -> np.ndarray | None:
+        if not self.spare:
+            return None if self.slots is None else np.array(self.slots)
+        hot = np.resize(range(self.experts) if self.live is None else self.live, self.world * self.spare)
+        homes = np.arange(self.experts).reshape(self.world, -1)
+        return np.concatenate([homes, hot.reshape(self.world, -1)], axis=1).reshape(-1)
 
 
 def reference_of(case: Case) -> DenseMoE:
@@ -78,8 +90,10 @@ def batch_of(case: Case, micro: int, rank: int) -> tuple[torch.Tensor, torch.Ten
 
 def layer_of(case: Case, topology: Topology, groups: Groups) -> MoELayer:
     reference = reference_of(case)
-    slots = None if case.slots is None else np.array(case.slots)
-    layer = MoELayer(case.config, topology, groups=groups, slot_to_expert_S=slots).to(case.dtype)
+    split = exact_split if case.spare else even_split
+    layer = MoELayer(
+        case.config, topology, groups=groups, slot_to_expert_S=case.placement(), split=split
+    ).to(case.dtype)  # fmt: skip
     layer.experts.method = case.method
     with torch.no_grad():
         layer.router.gate.weight.copy_(reference.gate)
@@ -203,13 +217,26 @@ MODES = [
         ["no", "reentrant", "non_reentrant", "keep_rows"], [0, 8], ["after", "before"]
     )
 ]
+SKEW_PROOF = [
+    {"recompute": recompute, "spare": 2, "dedup": dedup, "weight_position": position}
+    for recompute, dedup, position in [
+        ("no", "off", "after"),
+        ("no", "on", "before"),
+        ("reentrant", "on", "after"),
+        ("non_reentrant", "off", "before"),
+        ("non_reentrant", "on", "after"),
+        ("keep_rows", "on", "before"),
+        ("keep_rows", "off", "after"),
+    ]
+]
+ALL_MODES = MODES + SKEW_PROOF
 
 
 def mode_id(mode: dict) -> str:
     return "-".join(str(value) for value in mode.values())
 
 
-@pytest.mark.parametrize("mode", MODES, ids=mode_id)
+@pytest.mark.parametrize("mode", ALL_MODES, ids=mode_id)
 @pytest.mark.parametrize(
     ("tokens_P", "live"),
     [((5, 0, 9), (8, 9, 10, 11)), ((0, 0, 3), (0, 1, 2)), ((0, 0, 0), None)],
@@ -223,7 +250,7 @@ def test_a_rank_without_rows_skips_no_collective_and_steps_by_zero(mode, tokens_
     for rank, (calls, moved, finite) in enumerate(results):
         assert calls == full[0][0] and len(calls) >= 2 * 5
         assert finite
-        idle = not sum(tokens_P) or rank not in {expert // 4 for expert in live}
+        idle = not sum(tokens_P) or rank not in {expert // 4 for expert in live}  # replicas compute for home
         assert moved["experts.w1"] == (not idle)
     check_in_threads(case)
 
@@ -242,13 +269,15 @@ LIVE = {
 }
 
 
-@pytest.mark.parametrize("recompute", ["no", "non_reentrant"])
+@pytest.mark.parametrize(
+    "mode", [{"recompute": "no"}, {"recompute": "non_reentrant"}, *SKEW_PROOF[:2]], ids=mode_id
+)
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("which", LIVE)
-def test_lopsided_counts_equal_the_reference(which, world, recompute):
+def test_lopsided_counts_equal_the_reference(which, world, mode):
     live, top_k = LIVE[which]
     tokens_MP = ((11, 2, 6)[:world], (0, 4, 1)[:world])
-    case = Case(tokens_MP=tokens_MP, live=live, top_k=top_k, normalize=top_k > 1, recompute=recompute)
+    case = Case(tokens_MP=tokens_MP, live=live, top_k=top_k, normalize=top_k > 1, **mode)
     reference = check_in_threads(case)
     counts_E = reference(torch.cat([batch_of(case, 0, rank)[0] for rank in range(world)]))[2]
     assert set(np.flatnonzero(counts_E.numpy())) <= set(live)
@@ -292,12 +321,15 @@ POISONED = {
         {"live": (4, 5, 6)},
         {"shared": 8, "weight_position": "before"},
         {"recompute": "non_reentrant", "dtype": torch.bfloat16},
+        {"live": (0, 1, 2, 9), "spare": 2, "dedup": "on"},
+        {"live": (4, 5, 6), "spare": 1, "dtype": torch.bfloat16, "recompute": "keep_rows"},
     ],
     "grouped_mm": [
         {"live": (0, 1, 2, 9), "dtype": torch.float32},
         {"live": (4, 5, 6), "dtype": torch.bfloat16, "width": 24, "hidden": 32},
         {"slots": (0, -1, 1, 2, 3, -1, 4, 5), "experts": 6, "dtype": torch.float32, "recompute": "reentrant"},
         {"dtype": torch.bfloat16, "width": 24, "hidden": 32, "weight_position": "before"},
+        {"live": (0, 1, 2), "dtype": torch.float32, "spare": 2, "dedup": "on"},
     ],
     "bmm": [
         {"top_k": 12},
@@ -351,16 +383,17 @@ def test_the_router_learns_from_the_output_alone(score, normalize, top_k, mode):
 UNEQUAL = [((0, 1, 7, 64),), ((64, 0, 1, 7), (7, 0, 64, 0))]
 
 
-@pytest.mark.parametrize("mode", MODES, ids=mode_id)
+@pytest.mark.parametrize("mode", ALL_MODES, ids=mode_id)
 @pytest.mark.parametrize("tokens_MP", UNEQUAL, ids=["one_batch", "accumulation"])
 def test_unequal_token_counts_equal_the_reference_in_every_mode(tokens_MP, mode):
     check_in_threads(Case(tokens_MP=tokens_MP, **mode))
 
 
 @pytest.mark.dist
-def test_unequal_token_counts_equal_the_reference_on_gloo_ranks():
+@pytest.mark.parametrize("mode", [MODES[-1], SKEW_PROOF[1]], ids=mode_id)
+def test_unequal_token_counts_equal_the_reference_on_gloo_ranks(mode):
     """The mode in which most collectives are in flight, all experts of two ranks idle."""
-    case = Case(tokens_MP=UNEQUAL[1], live=(0, 1, 2, 7), **MODES[-1])
+    case = Case(tokens_MP=UNEQUAL[1], live=(0, 1, 2, 7), **mode)
     check(case, run_ranks(step_on_rank, 4, case, timeout_s=60))
 
 
