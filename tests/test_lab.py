@@ -99,17 +99,24 @@ def installed(lab: Lab) -> Lab:
 # ---- installing -----------------------------------------------------------------------------------------
 
 
+def test_kernels_that_cannot_be_compiled_do_not_spoil_the_installation(lab):
+    done = lab("doctor", FAKE_FAIL="experiments.warm")
+    assert done.returncode == 0 and "kernels could not be compiled now" in done.stderr
+    assert lab("doctor").stderr == "", "nothing is installed again"
+
+
 def test_the_first_call_installs_in_order_and_passes_on(lab):
     done = lab("train", "--set", "a.b=c d")
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"counterpoise: train --set a.b=c d in {lab.elsewhere}\n"
-    venv, torch, rest, itself = lab.calls()
+    venv, torch, rest, itself, warm = lab.calls()
+    assert warm == "experiments.warm "
     assert venv == f"venv {lab.root}/.venv"
     assert torch.startswith(f"pip install --quiet --quiet --constraint {lab.root}/requirements.lock torch==")
     assert f"--requirement {lab.root}/requirements.lock" in rest
     assert f"--no-deps --no-build-isolation --editable {lab.root}" in itself
-    assert [line[:10] for line in done.stderr.splitlines() if "/4]" in line] == [
-        f"lab: [{i}/4]" for i in range(1, 5)
+    assert [line[:10] for line in done.stderr.splitlines() if "/5]" in line] == [
+        f"lab: [{i}/5]" for i in range(1, 6)
     ]
 
 
