@@ -133,7 +133,7 @@ def test_a_changed_file_is_installed_again_in_place(installed, name):
         file.write("# changed\n")
     done = installed("doctor")
     assert done.returncode == 0
-    assert len(installed.calls()) == 3
+    assert len(installed.calls()) == 4
     assert not any(call.startswith("venv") for call in installed.calls())
     installed("doctor")
     assert installed.calls() == []
@@ -201,7 +201,7 @@ def test_two_calls_at_once_install_once(lab):
     results = [process.communicate(timeout=60) for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     assert all("counterpoise: doctor" in out for out, _ in results)
-    assert len(lab.calls()) == 4
+    assert len(lab.calls()) == 5
     assert sum("waiting" in err for _, err in results) == 1
 
 
@@ -227,7 +227,7 @@ def test_pips_settings_are_honoured_but_for_where_it_installs(lab):
 
 def test_the_torch_index_is_for_torch_only_and_is_remembered(lab):
     assert lab("--torch-index", "file:///cpu", "doctor").returncode == 0
-    _, torch, rest, itself = lab.calls()
+    _, torch, rest, itself, _ = lab.calls()
     assert "--no-deps --index-url file:///cpu torch==" in torch
     assert "file:///cpu" not in rest + itself
     assert lab("doctor").returncode == 0
