@@ -18,6 +18,7 @@ import torch
 
 from moe.exchange import Exchange
 from moe.naming import tag
+from moe.traffic import Volume
 
 EXTRA_CALLS = 2
 # what the pair tables and the second sum take on a core, seconds a copy
@@ -46,14 +47,6 @@ class Link:
     def call_bytes(self) -> float:
         """Bytes that travel in the time that a call costs by itself: latency * bandwidth."""
         return self.latency_s * self.bytes_per_s if self.latency_s else 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Volume:
-    """Bytes that one rank sends to, and receives from, other ranks."""
-
-    sent_bytes: int
-    received_bytes: int
 
 
 # ---- bytes ------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ import torch
 from moe.exchange import Exchange, Transfer
 from moe.naming import tag
 from moe.placement import Placement
+from moe.traffic import Volume
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +56,23 @@ def itinerary(placement: Placement, rank: int, replica_slots: np.ndarray) -> Iti
         input_splits=tuple(np.bincount(to_n[sent], minlength=num_ranks).tolist()),
         output_splits=tuple(np.bincount(from_n[arrives], minlength=num_ranks).tolist()),
         slot_r=tuple((replica_slots[arrives] - rank * local).tolist()),
+    )
+
+
+def replica_bytes(
+    placement: Placement, rank: int, expert_bytes: int, rows_PS: np.ndarray | None = None
+) -> Volume:
+    """Bytes that a rank sends and receives when weights are fetched; their gradients travel the other way.
+
+    expert_bytes: of the matrices of one expert;  rows_PS: [P, S] the split: replicas that get rows; None =
+    all replicas, as a prefetch takes them. A replica on its home's own rank costs nothing.
+    """
+    slots = placement.replica_slots
+    busy = slots if rows_PS is None else slots[rows_PS[:, slots].any(axis=0)]
+    way = itinerary(placement, rank, busy)
+    return Volume(
+        sent_bytes=(sum(way.input_splits) - way.input_splits[rank]) * expert_bytes,
+        received_bytes=(sum(way.output_splits) - way.output_splits[rank]) * expert_bytes,
     )
 
 

@@ -43,6 +43,14 @@ class Traffic:
     output_splits: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Volume:
+    """Bytes that one rank sends to, and receives from, other ranks."""
+
+    sent_bytes: int
+    received_bytes: int
+
+
 # what an operator's arguments say: the payload's dtype, then integers, or tuples of them
 Facts = tuple[Any, ...]
 

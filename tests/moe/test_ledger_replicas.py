@@ -6,8 +6,9 @@ import torch
 
 from moe import MoEConfig, MoELayer, Topology
 from moe.ledger import CommLedger
-from moe.placement import even_split
+from moe.placement import even_split, make_placement
 from moe.recompute import checkpoint
+from moe.replicate import replica_bytes
 from moe.testing import run_ranks
 from routing import RouterConfig
 
@@ -81,6 +82,9 @@ def test_weights_and_gradients_of_replicas_are_booked_byte_for_byte(
         rows_PS = np.array(rows)
         out, into = (size * n for n in experts_that_travel(world, rows_PS, rank, not prefetch))
         back_out, back_into = (size * n for n in experts_that_travel(world, rows_PS, rank, True))
+        placement = make_placement(np.array(SLOTS[world]), EXPERTS, world)
+        fetched = replica_bytes(placement, rank, size, None if prefetch else rows_PS)
+        assert (fetched.sent_bytes, fetched.received_bytes) == (out, into)
         there = [("forward", "alltoall_base", out, into)]
         again = [("recompute", "alltoall_base", out, into)] if recompute else []
         assert fields == [*there, *again, ("backward", "alltoall_base", back_into, back_out)]
