@@ -33,6 +33,7 @@ from moe import LoadMeter, MoEConfig, MoELayer, SoloExchange, Topology
 from moe.exchange import DistExchange, Exchange
 from moe.feed_forward import fastest_method, feed_forward
 from moe.ledger import CommLedger
+from moe.placement import Placement
 from moe.recompute import checkpoint
 from moe.replicate import Replicas
 from routing import RouterConfig
@@ -176,8 +177,8 @@ def resident(case: Case, inputs: Inputs, topology: Topology) -> Run:
     layer = replicated_layer(case, inputs, topology)
     fetched: list[torch.Tensor] = []
 
-    def without_traffic() -> Any:
-        return _Resident(Replicas(layer.placement, layer.groups.ep, "resident"), fetched)
+    def without_traffic(placement: Placement) -> Any:
+        return _Resident(Replicas(placement, layer.groups.ep, "resident"), fetched)
 
     layer._replicas = without_traffic
     return layer_run(layer, inputs, layer.parameters())
@@ -216,14 +217,15 @@ class _Resident:
 
     def __init__(self, replicas: Replicas, fetched: list[torch.Tensor]) -> None:
         self.replicas, self.fetched, self.started = replicas, fetched, bool(fetched)
-        self.home_slots = replicas.home_slots
+        self.home_slots, self.placement = replicas.home_slots, replicas.placement
+        self.dtype = fetched[0].dtype if fetched else None
 
     @property
     def slot_r(self) -> tuple[int, ...]:
         return self.replicas.slot_r
 
-    def use(self, rows_PS: np.ndarray) -> None:
-        self.replicas.use(rows_PS)
+    def use(self, rows_S: np.ndarray, *, fetch_all: bool = False) -> None:
+        self.replicas.use(rows_S, fetch_all=fetch_all)
 
     def start(self, weights: Any) -> None:
         self.replicas.start(weights)

@@ -134,8 +134,8 @@ def feed_forward(
     if method == "auto":
         method = choose_method(rows_RD, w1)
     weights = [w1, w2] if w3 is None else [w1, w2, w3]
-    if replicas is not None and not replicas.started:
-        replicas.start(weights)
+    if replicas is not None:
+        _start(replicas, weights)
     if method == "loop":
         keep = torch.is_grad_enabled()  # inside the function it never is
         return LoopFeedForward.apply(rows_RD, w1, w2, w3, weight_R, rows_Ps, output, keep, replicas)
@@ -145,6 +145,17 @@ def feed_forward(
     rows_RD, weight_R = (_permuted(rows, by_slot, by_source) for rows in (rows_RD, weight_R))
     out_RD = _products(rows_RD, weights, rows_Ps.sum(dim=0), weight_R, method)
     return permute_rows(out_RD, by_source, by_slot)
+
+
+def _start(replicas: Replicas, weights: Sequence[torch.Tensor]) -> None:
+    """Send the replicas' weights on their way, in the type that is computed in, if they are not so yet."""
+    if not replicas.started:
+        replicas.start(weights)
+    elif replicas.dtype != weights[0].dtype:
+        raise ValueError(
+            f"replicas were fetched ahead in {replicas.dtype}, the experts compute in {weights[0].dtype}: "
+            "call prefetch() under the same autocast as the forward"
+        )
 
 
 def _permuted(rows: Any, index: torch.Tensor | None, inverse: torch.Tensor | None) -> Any:
@@ -189,7 +200,7 @@ def _with_replicas(
     weight_parts = (None, None) if weight_R is None else weight_R.split(cut)
     own = _HomeWeights.apply(replicas, *weights)
     home_RD = _products(row_parts[0], own, rows_s[:homes], weight_parts[0], method)
-    trained = any(weight.requires_grad for weight in weights)
+    trained = tuple(weight.requires_grad for weight in weights)
     busy_u = to_device(torch.nonzero(rows_s[homes:])[:, 0], rows_RD.device)
     borrowed = _BorrowedWeights.apply(replicas, busy_u, trained, home_RD)
     replica_RD = _products(row_parts[1], borrowed, rows_s[homes:], weight_parts[1], method)
@@ -207,7 +218,8 @@ class _HomeWeights(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.replicas.add_returned(grad_outputs)
+        trained = ctx.needs_input_grad[1:]
+        ctx.replicas.add_returned([grad for grad, wanted in zip(grad_outputs, trained) if wanted])
         return None, *grad_outputs
 
 
@@ -219,18 +231,18 @@ class _BorrowedWeights(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, replicas: Any, busy_u: Any, trained: Any, home_RD: Any) -> Any:
-        ctx.replicas, ctx.busy_u = replicas, busy_u
+        ctx.replicas, ctx.busy_u, ctx.trained = replicas, busy_u, trained
         ctx.save_for_backward(home_RD.new_empty(0))
         borrowed = tuple(replicas.wait())
-        if not trained:
-            ctx.mark_non_differentiable(*borrowed)
+        ctx.mark_non_differentiable(*[w for w, wanted in zip(borrowed, trained) if not wanted])
         return borrowed
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         _ = ctx.saved_tensors  # where a checkpoint computes again, at the same point on every rank
-        parts = [grad.index_select(0, ctx.busy_u).flatten(1) for grad in grad_outputs]
+        wanted = [grad for grad, trained in zip(grad_outputs, ctx.trained) if trained]
+        parts = [grad.index_select(0, ctx.busy_u).flatten(1) for grad in wanted]
         ctx.replicas.send_back(torch.cat(parts, dim=1))
         return None, None, None, None
 

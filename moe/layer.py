@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from moe.agreement import check_split, compare_placements, gather_counts
 from moe.config import MoEConfig
 from moe.dedup import combine_unique, dispatch_unique
 from moe.dedup_rule import Link, measure_link, pays_in_batch
@@ -30,27 +31,6 @@ from moe.topology import Topology
 from routing import Router, Routing, losses
 
 
-class NonFiniteRouterError(RuntimeError):
-    """The router of some rank produced NaN or infinite logits. Raised on every rank of the EP group alike."""
-
-    def __init__(self, layer: int, ranks: list[int]) -> None:
-        super().__init__(
-            f"router logits of MoE layer {layer} are NaN or infinite on rank {', '.join(map(str, ranks))}"
-        )
-        self.layer, self.ranks = layer, ranks
-
-
-class PlacementMismatchError(RuntimeError):
-    """The ranks of an EP group hold different placements. Raised on every rank of the job alike."""
-
-    def __init__(self, layer: int, ranks: list[int], version: int) -> None:
-        super().__init__(
-            f"placement of MoE layer {layer} on rank {', '.join(map(str, ranks))} differs from that of the "
-            f"first rank of its EP group (here: version {version}); place the same slots on every rank"
-        )
-        self.layer, self.ranks = layer, ranks
-
-
 class MoELayer(nn.Module):
     """A mixture-of-experts feed-forward whose experts are spread over the ranks of an EP group.
 
@@ -59,7 +39,8 @@ class MoELayer(nn.Module):
     slot_to_expert_S: [S] int64, which slot holds which expert; slots contiguous by rank, as many on every
               rank, -1 = empty; None: one slot an expert, in the order of the experts;
     home_slot_E: [E] int64, the slot that owns each expert, others of it are replicas; see `make_placement`;
-    split:    (counts_PE, slot_to_expert_S) -> rows_PS, the share of every slot in this batch;
+    split:    (counts_PE, slot_to_expert_S) -> rows_PS, the share of every slot in this batch. Every rank
+              calls it for itself: it must give the same integers for the same arguments on all of them;
     meter:    LoadMeter that the layer reports to;  timer: part of the forward -> context manager;
     layer_id: what errors, the ledger and the watch call it; None = its number with the meter, else 0.
 
@@ -91,9 +72,10 @@ class MoELayer(nn.Module):
         self.config, self.topology = config, topology
         self.groups = groups if groups is not None else _default_groups(topology)
         self.split, self.meter, self.timer = split, meter, timer
-        self._use(make_placement(slot_to_expert_S, router.num_experts, topology.ep_size, home_slot_E))
+        self.placement = make_placement(slot_to_expert_S, router.num_experts, topology.ep_size, home_slot_E)
         self.home_experts = self.slot_to_expert_S[self.placement.home_slots(topology.ep_rank)]
         self._prefetched: Replicas | None = None
+        self._fetched_versions: list[int] = []
         self._link: Link | None = None  # measured where "auto" wants to know it
         self._inside_step = False  # a forward since the last optimizer step has used the placement
         self.router = Router(router)
@@ -119,9 +101,10 @@ class MoELayer(nn.Module):
         """Change the replicas from the next forward on; on every rank alike, between optimizer steps.
 
         slot_to_expert_S: [S], another S too; homes stay on their ranks, in their order;  version: the plan's
-        number; None = one more. Nothing travels now: weights are fetched forward by forward. Returns the
-        placement. Raises ValueError for slots without a home, RuntimeError after a training forward of an
-        optimizer step that `end_step` has not ended; the old placement then stays.
+        number; None = one more. Nothing travels now: weights are fetched forward by forward. It is no part of
+        the state dict: place again after loading. Returns the placement. Raises ValueError for slots without
+        a home, RuntimeError after a training forward of an optimizer step that `end_step` has not ended; the
+        old placement then stays.
         """
         placement = self.placement.with_replicas(slot_to_expert_S, version)
         if self._inside_step:
@@ -131,27 +114,34 @@ class MoELayer(nn.Module):
                 "LoadMeter's sample() calls that), before the next forward"
             )
         self._drop_prefetched()
-        self._use(placement)
-        return placement
-
-    def _use(self, placement: Placement) -> None:
         self.placement = placement
-        first = self.topology.ep_rank * placement.slots_per_rank
-        self._home_slots = placement.home_slots(self.topology.ep_rank) - first
+        return placement
 
     def prefetch(self) -> None:
         """Send the replicas' weights on their way, all of them, ahead of the next forward. Collective.
 
         Worth its while where work stands between, a block's attention say. Without it a forward fetches those
-        replicas only that get rows. Nothing to do without replicas, or where it was called before.
+        replicas only that get rows. Nothing to do where it was called before. Call it under the same autocast
+        as the forward; weights that are changed between the two are fetched again. Raises
+        PlacementMismatchError on every rank where ranks differ.
         """
-        if self._prefetched is None and self.placement.replica_slots.size:
-            with forward_phase():
-                self._prefetched = self._replicas()
+        if self._prefetched is not None:
+            return
+        with forward_phase(), tag(f"layer {self.layer_id} placement"):
+            if not self._inside_step:  # else compared already, and held since
+                device = self.experts.w1.device
+                compare_placements(self.placement, self.groups, self.topology, self.layer_id, device)
+            if self.placement.replica_slots.size:
+                self._prefetched = self._replicas(self.placement)
                 self.experts.fetch(self._prefetched)
+                self._fetched_versions = self._versions()
 
-    def _replicas(self) -> Replicas:
-        return Replicas(self.placement, self.groups.ep, f"layer {self.layer_id} replicas")
+    def _replicas(self, placement: Placement) -> Replicas:
+        return Replicas(placement, self.groups.ep, f"layer {self.layer_id} replicas")
+
+    def _versions(self) -> list[int]:
+        """How often the home weights were written, as torch counts it."""
+        return [parameter._version for parameter in self.experts.parameters()]
 
     def _drop_prefetched(self) -> None:
         if self._prefetched is not None:  # what is under way must arrive
@@ -182,7 +172,7 @@ class MoELayer(nn.Module):
                 routing,
                 route,
                 rows_PS,
-                lambda: aside.extend(self._aside(x, x_TD, routing, route, rows_PS)),
+                lambda: aside.extend(self._aside(x, x_TD, routing, route)),
             )
         aux_loss, *shared_TD = aside
         return (y_TD + shared_TD[0] if shared_TD else y_TD).view_as(x), aux_loss
@@ -200,7 +190,7 @@ class MoELayer(nn.Module):
         with self._part("counts"):
             counts_PE, counts_E = self.gather_counts(routing)
         expert_TK = routing.expert_N.view(routing.num_tokens, self.config.router.top_k)
-        route = Route(expert_TK=expert_TK, counts_PE=counts_PE, counts_E=counts_E)
+        route = Route(expert_TK=expert_TK, counts_PE=counts_PE, counts_E=counts_E, placement=self.placement)
         if memory is not None:
             memory.record(route, routing)
         return routing, route
@@ -208,21 +198,23 @@ class MoELayer(nn.Module):
     def _split(self, route: Route) -> np.ndarray:
         """Rows of every source rank for every slot, [P, S]; those of the first forward in a second one."""
         if route.rows_PS is None:
+            slots = route.placement.slot_to_expert_S
             with self._part("split"):
-                rows_PS = self.split(route.counts_PE, self.slot_to_expert_S)
-                check_split(rows_PS, route.counts_PE, self.slot_to_expert_S)
+                rows_PS = self.split(route.counts_PE, slots)
+                route.rows_S = check_split(rows_PS, route.counts_PE, slots)
                 route.rows_PS = rows_PS
         with_gradients = torch.is_grad_enabled() or current_memory() is not None
         self._inside_step |= self.training and with_gradients
         return route.rows_PS
 
     def _aside(
-        self, x: torch.Tensor, x_TD: torch.Tensor, routing: Routing, route: Route, rows_PS: np.ndarray
+        self, x: torch.Tensor, x_TD: torch.Tensor, routing: Routing, route: Route
     ) -> list[torch.Tensor]:
         """What needs no rows of other ranks, done while they travel: auxiliary loss, shared expert."""
         memory, aux_loss = current_memory(), route.aux_loss
         if aux_loss is None:
-            rows_P = rows_PS.sum(axis=0).reshape(self.topology.ep_size, -1).sum(axis=1)
+            assert route.rows_S is not None, "the split has counted them"
+            rows_P = route.rows_S.reshape(self.topology.ep_size, -1).sum(axis=1)
             sequences = x.shape[0] if x.ndim == 3 else 1
             with kept(memory):
                 aux_loss = self.auxiliary_loss(routing, route, rows_P=rows_P, num_sequences=sequences)
@@ -244,12 +236,10 @@ class MoELayer(nn.Module):
         """Dispatch, experts, combine; without the last where a checkpoint has kept what it gave."""
         before = self.config.weight_position == "before"
         with self._part("dispatch"):
-            rows_RD, rows_Ps, weight_R, combined = self._dispatch(x_TD, routing, rows_PS, meanwhile)
-        replicas = self._take_prefetched()
+            rows_RD, rows_Ps, weight_R, combined = self._dispatch(x_TD, routing, route, meanwhile)
+        replicas = self._take_replicas(route)
         if replicas is None:
-            rows_Ps = rows_Ps[:, self._home_slots]
-        else:
-            replicas.use(rows_PS)
+            rows_Ps = rows_Ps[:, route.placement.home_columns(self.topology.ep_rank)]
         with self._part("experts"):
             rows_RD = self.experts(rows_RD, rows_Ps, weight_R, route.y_TD is None, replicas)
         if route.y_TD is not None:
@@ -262,11 +252,12 @@ class MoELayer(nn.Module):
         return y_TD
 
     def _dispatch(
-        self, x_TD: torch.Tensor, routing: Routing, rows_PS: np.ndarray, meanwhile: Callable[[], None]
+        self, x_TD: torch.Tensor, routing: Routing, route: Route, meanwhile: Callable[[], None]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Callable[..., torch.Tensor]]:
         """Rows [R, D], their numbers by (source, slot), their router weights [R] where the experts want them,
         and the way back."""
-        slots, exchange = self.slot_to_expert_S, self.groups.ep
+        slots, exchange, rows_PS = route.placement.slot_to_expert_S, self.groups.ep, route.rows_PS
+        assert rows_PS is not None, "the batch has been split"
         before = self.config.weight_position == "before"
         if self._deduplicates(x_TD, routing, rows_PS):
             rows_RD, unique = dispatch_unique(x_TD, routing, rows_PS, slots, exchange, meanwhile)
@@ -286,12 +277,23 @@ class MoELayer(nn.Module):
         sizes["weight_bytes"] = routing.weight_N.element_size()
         return pays_in_batch(rows_PS, self.config.router.top_k, link=self._link, **sizes)
 
-    def _take_prefetched(self) -> Replicas | None:
+    def _take_replicas(self, route: Route) -> Replicas | None:
         """The replicas of this forward; None where the placement has none."""
-        if not self.placement.replica_slots.size:
+        if not route.placement.replica_slots.size:
             return None
+        replicas = self._prefetched
+        if replicas is not None and (
+            replicas.placement is not route.placement or self._fetched_versions != self._versions()
+        ):
+            self._drop_prefetched()
         replicas, self._prefetched = self._prefetched, None
-        return replicas or self._replicas()
+        if replicas is None:
+            replicas = self._replicas(route.placement)
+        else:  # a second forward is to fetch the same ones
+            route.fetched_ahead = True
+        assert route.rows_S is not None, "the split has counted them"
+        replicas.use(route.rows_S, fetch_all=route.fetched_ahead)
+        return replicas
 
     @contextmanager
     def _part(self, name: str) -> Iterator[None]:
@@ -300,42 +302,8 @@ class MoELayer(nn.Module):
             yield
 
     def gather_counts(self, routing: Routing) -> tuple[np.ndarray, torch.Tensor]:
-        """The counts of every rank of the EP group, [P, E] int64 on the host, and their sum [E] on the
-        device.
-
-        One collective and one host sync a layer. Two more columns: that a rank's logits are not finite, and
-        its placement's fingerprint, so that all ranks raise together. With several EP groups a second,
-        smaller gather over the EDP group sums the counts of all ranks and carries what is wrong.
-        """
-        logits_TE = routing.logits_TE.detach()
-        if routing.token_mask_T is not None:
-            logits_TE = torch.where(routing.token_mask_T[:, None], logits_TE, 0.0)
-        infinite = (~torch.isfinite(logits_TE)).any().to(torch.int64)
-        placement = torch.full_like(infinite, self.placement.fingerprint)
-        gathered_PX = self.groups.ep.all_gather(
-            torch.cat([routing.routed_E, infinite[None], placement[None]])
-        )
-        infinite_P, placement_P = gathered_PX[:, -2], gathered_PX[:, -1]
-        wrong_DP = (infinite_P + 2 * (placement_P != placement_P[0]))[None]
-        global_counts_E, rank_DP = gathered_PX[:, :-2].sum(dim=0), self.topology.ep_ranks()[None]
-        if self.groups.edp.size > 1:
-            both_DX = self.groups.edp.all_gather(torch.cat([global_counts_E, wrong_DP[0]]))
-            global_counts_E, wrong_DP = both_DX[:, : -rank_DP.size].sum(dim=0), both_DX[:, -rank_DP.size :]
-            rank_DP = self.topology.grid()
-        num_ranks, num_experts = gathered_PX.shape[0], gathered_PX.shape[1] - 2
-        host = torch.cat([gathered_PX[:, :-2].reshape(-1), wrong_DP.reshape(-1)]).cpu().numpy()
-        counts_PE, wrong = np.split(host, [num_ranks * num_experts])
-        if wrong.any():
-            self._raise_wrong(wrong, rank_DP.reshape(-1))
-        return counts_PE.reshape(num_ranks, num_experts), global_counts_E
-
-    def _raise_wrong(self, wrong: np.ndarray, ranks: np.ndarray) -> None:
-        """wrong: 1 where the rank's logits are not finite, + 2 where its placement is another one."""
-        if (wrong & 2).any():
-            raise PlacementMismatchError(
-                self.layer_id, ranks[(wrong & 2) > 0].tolist(), self.placement.version
-            )
-        raise NonFiniteRouterError(self.layer_id, ranks[wrong > 0].tolist())
+        """The counts of every rank of the EP group, and their sum; see moe/agreement.py."""
+        return gather_counts(routing, self.placement, self.groups, self.topology, self.layer_id)
 
     def auxiliary_loss(
         self, routing: Routing, route: Route, *, rows_P: np.ndarray, num_sequences: int
@@ -396,29 +364,6 @@ class MoELayer(nn.Module):
         if counting:
             self.running_counts_E.copy_(running_E)
         return running_E
-
-
-def check_split(rows_PS: np.ndarray, counts_PE: np.ndarray, slot_to_expert_S: np.ndarray) -> None:
-    """Raise ValueError unless the split sends every copy exactly once, before any collective is called."""
-    sent_PE = np.zeros_like(counts_PE)
-    used = slot_to_expert_S >= 0
-    if rows_PS.shape != (counts_PE.shape[0], slot_to_expert_S.shape[0]) or (rows_PS < 0).any():
-        raise ValueError(
-            f"split gave rows of shape {rows_PS.shape} with minimum {rows_PS.min(initial=0)}, expected "
-            f"({counts_PE.shape[0]}, {slot_to_expert_S.shape[0]}) and 0 or more"
-        )
-    if rows_PS[:, ~used].any():
-        rank, slot = np.argwhere((rows_PS > 0) & ~used)[0]
-        raise ValueError(
-            f"split sends {rows_PS[rank, slot]} rows of rank {rank} to slot {slot}, which is empty (-1)"
-        )
-    np.add.at(sent_PE.T, slot_to_expert_S[used], rows_PS[:, used].T)
-    if (sent_PE != counts_PE).any():
-        rank, expert = np.argwhere(sent_PE != counts_PE)[0]
-        raise ValueError(
-            f"split sends {sent_PE[rank, expert]} rows of rank {rank} to expert {expert}, which has "
-            f"{counts_PE[rank, expert]} copies there"
-        )
 
 
 def _default_groups(topology: Topology) -> Groups:

@@ -10,7 +10,33 @@ a float32; sums are float32 and rounded once, to nearest even.
 import numpy as np
 
 HELPERS = ("round_half",)
-KERNELS = ("order", "sum_rows", "sum_rows_half", "weighted_sum_backward", "weighted_sum_backward_half")
+KERNELS = (
+    "add_up",
+    "order",
+    "sum_rows",
+    "sum_rows_half",
+    "weighted_sum_backward",
+    "weighted_sum_backward_half",
+)
+
+
+def add_up(rows_PS, counts_PE, slot_to_expert_S, rows_S, sent_E):
+    """Add the rows of every slot to rows_S. False where a rank's rows are not its copies of every expert."""
+    for source in range(rows_PS.shape[0]):
+        sent_E[:] = counts_PE[source]
+        for slot in range(rows_PS.shape[1]):
+            rows = rows_PS[source, slot]
+            if rows == 0:
+                continue
+            expert = slot_to_expert_S[slot]
+            if rows < 0 or expert < 0:
+                return False
+            rows_S[slot] += rows
+            sent_E[expert] -= rows
+        for expert in range(sent_E.shape[0]):
+            if sent_E[expert] != 0:
+                return False
+    return True
 
 
 def order(expert_N, rows_S, slot_to_expert_S, copy_of_row, row_of_copy):

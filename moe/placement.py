@@ -25,8 +25,8 @@ class Placement:
 
     slot_to_expert_S: [S] int64, slots contiguous by rank, -1 = empty;  home_slot_E: [E] int64, the slot that
     owns each expert;  num_ranks: P, which S is a multiple of;  version: the plan's number.
-    Then replica_slots: ascending slots that are neither homes nor empty;  fingerprint: a number that ranks
-    compare, different for different placements (but for one in 2^32).
+    Then is_home_S: [S] bool;  replica_slots: ascending slots that are neither homes nor empty;
+    fingerprint: a number that ranks compare, different for different placements (but for one in 2^32).
     Raises ValueError, naming slot, rank and expert.
     """
 
@@ -34,6 +34,7 @@ class Placement:
     home_slot_E: np.ndarray
     num_ranks: int
     version: int = 0
+    is_home_S: np.ndarray = field(init=False)
     replica_slots: np.ndarray = field(init=False)
     fingerprint: int = field(init=False)
 
@@ -48,9 +49,10 @@ class Placement:
         if wrong.size:
             slot = home[wrong[0]]
             raise ValueError(f"slot {slot} is to be the home of expert {wrong[0]} and holds {slots[slot]}")
-        is_replica_S = slots >= 0
-        is_replica_S[home] = False
-        object.__setattr__(self, "replica_slots", np.flatnonzero(is_replica_S))
+        is_home_S = np.zeros(slots.shape[0], dtype=np.bool_)
+        is_home_S[home] = True
+        object.__setattr__(self, "is_home_S", is_home_S)
+        object.__setattr__(self, "replica_slots", np.flatnonzero((slots >= 0) & ~is_home_S))
         numbers = np.concatenate([slots, home, [self.version, self.num_ranks]]).astype(np.int64)
         object.__setattr__(self, "fingerprint", zlib.crc32(numbers.tobytes()))
 
@@ -66,7 +68,12 @@ class Placement:
 
     def home_slots(self, rank: int) -> np.ndarray:
         """Slots of the group that are homes on this rank, ascending int64."""
-        return np.sort(self.home_slot_E[self.home_rank_E == rank])
+        return self.home_columns(rank) + rank * self.slots_per_rank
+
+    def home_columns(self, rank: int) -> np.ndarray:
+        """The same by their numbers on the rank, from 0."""
+        first, local = rank * self.slots_per_rank, self.slots_per_rank
+        return np.flatnonzero(self.is_home_S[first : first + local])
 
     def with_replicas(self, slot_to_expert_S: np.ndarray, version: int | None = None) -> "Placement":
         """The same homes with other replicas; the number of slots may change.

@@ -24,6 +24,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from moe.placement import Placement
 from routing import Routing
 
 _CURRENT: ContextVar["RouteMemory | None"] = ContextVar("routes", default=None)
@@ -34,15 +35,19 @@ KEEP = ("routes", "rows")
 class Route:
     """What one layer decided.
 
-    expert_TK: [T, K] int64;  counts_PE: [P, E] int64 on the host;  counts_E: [E];  rows_PS: [P, S] their
-    split over the slots;  scope_counts_E: [E] those of the balance loss;  routing, aux_loss, y_TD: what the
-    router and the experts gave, apart from its graph, where that is kept.
+    expert_TK: [T, K] int64;  counts_PE: [P, E] int64 on the host;  counts_E: [E];  placement: the slots;
+    rows_PS, rows_S: the split of the counts over the slots, [P, S], and its sum;  fetched_ahead: all replicas
+    were fetched, before the split;  scope_counts_E: [E] those of the balance loss;  routing, aux_loss, y_TD:
+    what the router and the experts gave, apart from its graph, where that is kept.
     """
 
     expert_TK: torch.Tensor
     counts_PE: np.ndarray
     counts_E: torch.Tensor
+    placement: Placement
     rows_PS: np.ndarray | None = None
+    rows_S: np.ndarray | None = None
+    fetched_ahead: bool = False
     routing: Routing | None = None
     aux_loss: torch.Tensor | None = None
     y_TD: torch.Tensor | None = None

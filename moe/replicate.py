@@ -60,15 +60,15 @@ def itinerary(placement: Placement, rank: int, replica_slots: np.ndarray) -> Iti
 
 
 def replica_bytes(
-    placement: Placement, rank: int, expert_bytes: int, rows_PS: np.ndarray | None = None
+    placement: Placement, rank: int, expert_bytes: int, rows_S: np.ndarray | None = None
 ) -> Volume:
     """Bytes that a rank sends and receives when weights are fetched; their gradients travel the other way.
 
-    expert_bytes: of the matrices of one expert;  rows_PS: [P, S] the split: replicas that get rows; None =
+    expert_bytes: of the matrices of an expert;  rows_S: [S] rows of every slot: replicas that get some; None =
     all replicas, as a prefetch takes them. A replica on its home's own rank costs nothing.
     """
     slots = placement.replica_slots
-    busy = slots if rows_PS is None else slots[rows_PS[:, slots].any(axis=0)]
+    busy = slots if rows_S is None else slots[rows_S[slots] > 0]
     way = itinerary(placement, rank, busy)
     return Volume(
         sent_bytes=(sum(way.input_splits) - way.input_splits[rank]) * expert_bytes,
@@ -86,20 +86,24 @@ class Replicas:
 
     def __init__(self, placement: Placement, exchange: Exchange, name: str) -> None:
         self.placement, self.exchange, self.name = placement, exchange, name
-        first = exchange.rank * placement.slots_per_rank
-        self.home_slots: list[int] = (placement.home_slots(exchange.rank) - first).tolist()
+        self.home_slots: list[int] = placement.home_columns(exchange.rank).tolist()
+        self.dtype: torch.dtype | None = None
         self._fetched: Itinerary | None = None
-        self._used = self._way(placement.replica_slots)
+        self._used = self._to_fetch = self._way(placement.replica_slots)
         self._arriving: tuple[Transfer, list[torch.Size]] | None = None
         self._returning: Transfer | None = None
 
     def _way(self, replica_slots: np.ndarray) -> Itinerary:
         return itinerary(self.placement, self.exchange.rank, replica_slots)
 
-    def use(self, rows_PS: np.ndarray) -> None:
-        """Take in the split of this batch, [P, S] int64, the same on every rank."""
+    def use(self, rows_S: np.ndarray, *, fetch_all: bool = False) -> None:
+        """Take in the rows [S] int64 of every slot in this batch, the same on every rank.
+
+        fetch_all: `start` is to fetch replicas without rows too, as one before this would have.
+        """
         slots = self.placement.replica_slots
-        self._used = self._way(slots[rows_PS[:, slots].any(axis=0)])
+        self._used = self._way(slots[rows_S[slots] > 0])
+        self._to_fetch = self._to_fetch if fetch_all else self._used
 
     @property
     def started(self) -> bool:
@@ -109,11 +113,15 @@ class Replicas:
     @property
     def slot_r(self) -> tuple[int, ...]:
         """Local slots whose weights `wait` gives, in its order."""
-        return (self._fetched or self._used).slot_r
+        return (self._fetched or self._to_fetch).slot_r
 
     def start(self, weights: Sequence[torch.Tensor]) -> None:
-        """Send copies of home weights, [e, ...] each, on their way. Collective; once a forward."""
-        self._fetched = way = self._used
+        """Send copies of home weights, [e, ...] each, on their way. Collective; once a forward.
+
+        weights: frozen ones are to be frozen on every rank alike: those send no gradient back.
+        """
+        self._fetched, self.dtype = self._to_fetch, weights[0].dtype
+        way = self._fetched
         shapes = [weight.shape[1:] for weight in weights]
         packed, views = pack(len(way.sent_n), shapes, weights[0])
         with torch.no_grad():

@@ -189,3 +189,28 @@ def test_two_forwards_before_their_backwards_keep_their_own_running_counts(keep)
             root.backward()
         grads.append(layer.router.gate.weight.grad)
     torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            lambda rows: rows.astype(float) * np.nan,
+            r"rows of float64 and shape \(1, 4\); expected an array of int64",
+        ),
+        (lambda rows: rows.tolist(), r"rows of list and shape no shape; expected an array of int64"),
+        (
+            lambda rows: rows[:, :-1],
+            r"rows of int64 and shape \(1, 3\); expected an array of int64 and shape \(1, 4\)",
+        ),
+        (
+            lambda rows: rows - np.eye(1, 4, 2, dtype=np.int64) * 100,
+            r"split sends -\d+ rows of rank 0 to slot 2; 0 or more",
+        ),
+        (lambda rows: None, "rows of NoneType"),
+    ],
+)
+def test_a_split_of_the_wrong_kind_is_named_before_anything_travels(wrong, message):
+    layer = make_layer(split=lambda counts_PE, slots: wrong(even_split(counts_PE, slots)))
+    with pytest.raises(ValueError, match=message):
+        layer(torch.ones(4, layer.config.router.d_model))

@@ -5,7 +5,7 @@ A seeded generator draws 1,000 configurations. Those of them that together have 
 always, all others under the mark slow.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations
 
@@ -329,6 +329,20 @@ def test_gloo_ranks_equal_the_reference_with_a_rank_without_rows(tokens_P, dedup
         masked=False, recompute=recompute, spare=1, dtype=torch.float64, replicas="one_expert",
         split="random", dedup=dedup,
     )  # fmt: skip
+    check(draw, run_ranks(step_on_ranks, draw.world, draw, timeout_s=60))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("recompute", ["no", "non_reentrant"])
+def test_gloo_ranks_with_grouped_products_and_replicas_equal_the_reference(recompute):
+    """One rank has no tokens, and with the bias nothing but replicas to compute."""
+    draw = Draw(
+        seed=1, world=3, experts=6, top_k=2, width=16, hidden=24, shared=0, tokens_P=(9, 0, 14),
+        score="softmax", scope="global", activation="swiglu", weight_position="before", bias="one_rank",
+        masked=False, recompute=recompute, spare=1, dtype=torch.float32, method="grouped_mm",
+        replicas="one_expert",
+    )  # fmt: skip
+    draw = next(d for d in (replace(draw, seed=seed) for seed in range(1000)) if routes_are_safe(d))
     check(draw, run_ranks(step_on_ranks, draw.world, draw, timeout_s=60))
 
 

@@ -83,12 +83,14 @@ def test_weights_and_gradients_of_replicas_are_booked_byte_for_byte(
         out, into = (size * n for n in experts_that_travel(world, rows_PS, rank, not prefetch))
         back_out, back_into = (size * n for n in experts_that_travel(world, rows_PS, rank, True))
         placement = make_placement(np.array(SLOTS[world]), EXPERTS, world)
-        fetched = replica_bytes(placement, rank, size, None if prefetch else rows_PS)
+        fetched = replica_bytes(placement, rank, size, None if prefetch else rows_PS.sum(axis=0))
         assert (fetched.sent_bytes, fetched.received_bytes) == (out, into)
         there = [("forward", "alltoall_base", out, into)]
         again = [("recompute", "alltoall_base", out, into)] if recompute else []
         assert fields == [*there, *again, ("backward", "alltoall_base", back_into, back_out)]
-        assert tags.index("layer 3 replicas") == (0 if prefetch else 2)  # after counts and dispatch
+        # after counts and dispatch; or first of all, but for the comparison of placements
+        assert tags.index("layer 3 replicas") == (1 if prefetch else 2)
+        assert tags.count("layer 3 placement") == prefetch  # once a step
         moved += out
     idle = [s for s in range(len(SLOTS[world])) if SLOTS[world][s] >= 0 and not rows_PS[:, s].any()]
     assert moved, "some weights travel"

@@ -1,9 +1,13 @@
 """Replicas: whose weights travel where, what comes back, and when a placement may change."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
 
+from balancer.split import ExactSplit, exact_split
 from moe import (
     DistExchange,
     Groups,
@@ -57,7 +61,7 @@ def fetch(exchange, busy: list[int] | None):
     if busy is not None:
         rows_PS = np.zeros((3, 12), dtype=np.int64)
         rows_PS[1, busy] = 5
-        replicas.use(rows_PS)
+        replicas.use(rows_PS.sum(axis=0))
     replicas.start(home_weights(exchange.rank))
     slots = np.array(replicas.slot_r, dtype=np.int64) + 4 * exchange.rank
     return slots, [w.numpy() for w in replicas.wait()]
@@ -76,34 +80,39 @@ def test_replicas_hold_the_weights_of_their_experts_and_idle_ones_are_not_fetche
                 np.testing.assert_array_equal(matrix[place], given[expert % 2].numpy())
 
 
-def send_back(exchange, dtype):
+def send_back(exchange, dtype, parts):
     placement = make_placement(PLACED, EXPERTS, 3)
     replicas = Replicas(placement, exchange, "test")
-    rows_PS = np.zeros((3, 12), dtype=np.int64)
-    rows_PS[0, [2, 3, 10, 11]] = 1  # not slot 6
-    replicas.use(rows_PS)
+    rows_S = np.zeros(12, dtype=np.int64)
+    rows_S[list(parts)] = 1
+    replicas.use(rows_S)
     replicas.start(home_weights(exchange.rank, dtype))
     replicas.wait()
     shapes = [w.shape[1:] for w in home_weights(0)]
     packed, views = pack(len(replicas.slot_r), shapes, home_weights(0, dtype)[0])
     for view in views:
         for place, slot in enumerate(replicas.slot_r):
-            view[place] = 2.0**-9 * (1 + slot + 4 * exchange.rank)
+            view[place] = 2.0**-9 * parts[slot + 4 * exchange.rank]
     replicas.send_back(packed)
     gradients = [torch.ones_like(w) for w in home_weights(exchange.rank, dtype)]
     replicas.add_returned(gradients)
     return [g.double().numpy() for g in gradients]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_gradients_that_come_back_are_summed_at_home_and_rounded_once(dtype):
-    """In bfloat16 each of the parts alone would vanish beside 1: half a step there is 2^-8."""
-    sums = {4: (1 + 2) + (1 + 11), 3: 1 + 3, 0: 1 + 10}
-    for rank, gradients in enumerate(run_loopback(send_back, 3, dtype)):
+def test_gradients_that_come_back_are_summed_at_home():
+    parts = {2: 3, 3: 4, 10: 11, 11: 12}  # not slot 6
+    sums = {4: 3 + 12, 3: 4, 0: 11}
+    for rank, gradients in enumerate(run_loopback(send_back, 3, torch.float64, parts)):
         for local in range(2):
-            want = torch.tensor(1 + 2.0**-9 * sums.get(2 * rank + local, 0)).to(dtype).double().item()
             for gradient in gradients:
-                assert (gradient[local] == want).all()
+                assert (gradient[local] == 1 + 2.0**-9 * sums.get(2 * rank + local, 0)).all()
+
+
+def test_a_sum_in_bfloat16_is_rounded_once():
+    """Each of three parts is a quarter of a step beside 1, and would vanish alone; together they are not."""
+    gradients = run_loopback(send_back, 3, torch.bfloat16, {2: 1, 6: 1, 11: 1})[2]
+    for gradient in gradients:
+        assert (gradient[0] == 1 + 2.0**-7).all() and (gradient[1] == 1).all()
 
 
 # ---- the layer ------------------------------------------------------------------------------------------
@@ -145,25 +154,43 @@ def step(layer: MoELayer, rank: int, tokens=(9, 0, 14), prefetch=False):
     return result
 
 
-def before_and_after(exchange, placements):
-    layer = make_layer(exchange)
+def before_and_after(exchange, placements, how=None):
+    how = dict(how or {})
+    split = how.pop("split", even_split)
+    layer = make_layer(exchange, **how)
     results = [step(layer, exchange.rank)]
     for slots in placements:
-        layer.place(np.array(slots))
+        placement = layer.place(np.array(slots))
+        homes = tuple(placement.home_slot_E.tolist())
+        layer.split = ExactSplit(min_rows=3, home_slot_E=homes) if split == "min_rows" else split
         results.append(step(layer, exchange.rank))
     return results, layer.placement.version
 
 
-def test_any_change_of_the_replicas_leaves_outputs_and_gradients_as_they_were():
-    placements = [
-        PLACED.tolist(),
-        [0, 1, 2, 3, 4, 5, 2, 3, 0, 1, 4, 5, 4, 5, 0, 1, 2, 3],  # another number of slots, all everywhere
-        [0, 1, 0, 2, 3, 0, 4, 5, 0],
-        [-1, 0, 1, 2, -1, 3, 4, 5, 4],  # homes elsewhere among the rank's slots
-        HOMES.tolist(),
-    ]
-    for results, version in run_loopback(before_and_after, 3, placements):
-        assert version == len(placements)
+PLACEMENTS = [
+    PLACED.tolist(),
+    [0, 1, 2, 3, 4, 5, 2, 3, 0, 1, 4, 5, 4, 5, 0, 1, 2, 3],  # another number of slots, all everywhere
+    [0, 1, 0, 2, 3, 0, 4, 5, 0],
+    [-1, 0, 1, 2, -1, 3, 4, 5, 4],  # homes elsewhere among the rank's slots
+    HOMES.tolist(),
+]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"split": exact_split},
+        {"split": "min_rows"},
+        {"split": exact_split, "dedup": "on"},
+        {"dedup": "on", "weight_position": "before"},
+        {"activation": "gelu"},
+    ],
+    ids=lambda how: "-".join(getattr(v, "__name__", v) for v in how.values()) or "even",
+)
+def test_any_change_of_the_replicas_leaves_outputs_and_gradients_as_they_were(how):
+    for results, version in run_loopback(before_and_after, 3, PLACEMENTS, how):
+        assert version == len(PLACEMENTS)
         for result in results[1:]:
             for name, values in results[0].items():
                 np.testing.assert_allclose(result[name], values, rtol=1e-12, atol=1e-12, err_msg=name)
@@ -251,6 +278,7 @@ def test_evaluation_opens_no_window_and_a_meters_sample_closes_one():
     x = torch.randn(5, WIDTH, dtype=torch.float64)
     with torch.no_grad():
         layer.eval()(x)
+        layer.train()(x)  # a look in between, with nothing to train
     layer.place(SOLO[:-1])
     layer.train()(x)
     with pytest.raises(RuntimeError, match="has run forward"):
@@ -272,6 +300,24 @@ def test_ranks_with_different_placements_raise_together():
     assert run_loopback(differing, 3) == [0, 1, 1]
 
 
+def differing_slots(exchange):
+    layer = make_layer(exchange, PLACED)
+    layer.place(other_slots(exchange.rank))
+    layer(torch.ones(2, WIDTH, dtype=torch.float64))
+
+
+def other_slots(rank: int) -> np.ndarray:
+    """On rank 2 another expert in a spare slot of rank 0."""
+    slots = PLACED.copy()
+    slots[2] = 5 if rank == 2 else 4
+    return slots
+
+
+def test_other_slots_under_the_same_version_are_another_placement():
+    with pytest.raises(RankFailedError, match=r"PlacementMismatchError.*on rank 2 differs"):
+        run_loopback(differing_slots, 3)
+
+
 def differing_versions(exchange):
     layer = make_layer(exchange, PLACED)
     layer.place(PLACED, version=1 + exchange.rank)
@@ -280,7 +326,20 @@ def differing_versions(exchange):
 
 def test_the_same_slots_under_another_version_are_another_placement():
     with pytest.raises(RankFailedError, match="PlacementMismatchError"):
-        run_loopback(differing_versions, 2 + 1)
+        run_loopback(differing_versions, 3)
+
+
+def prefetching_apart(rank, world):
+    layer = make_layer(DistExchange(None), HOMES)
+    if rank == 0:  # the others did not get the plan, and have nothing to fetch
+        layer.place(PLACED)
+    with pytest.raises(PlacementMismatchError, match="on rank 1, 2 differs"):
+        layer.prefetch()
+
+
+@pytest.mark.dist
+def test_ranks_with_different_placements_raise_together_ahead_of_a_fetch_too():
+    run_ranks(prefetching_apart, 3, timeout_s=30)
 
 
 # ---- prefetch -------------------------------------------------------------------------------------------
@@ -290,7 +349,7 @@ class CountCalls:
     """An exchange that counts the all-to-alls of weights (wider than rows)."""
 
     def __init__(self, inner):
-        self.inner, self.size, self.rank, self.sent = inner, inner.size, inner.rank, []
+        self.inner, self.size, self.rank, self.sent, self.wide = inner, inner.size, inner.rank, [], []
 
     def all_gather(self, row_X):
         return self.inner.all_gather(row_X)
@@ -299,8 +358,9 @@ class CountCalls:
         return self.inner.send_rows(*args)
 
     def start_rows(self, rows, *splits):
-        if rows.shape[1] > WIDTH:
+        if rows.shape[1] > 2 * WIDTH:
             self.sent.append(rows.shape[0])
+            self.wide.append(rows.shape[1])
         return self.inner.start_rows(rows, *splits)
 
 
@@ -314,22 +374,103 @@ def prefetched(exchange):
     layer.prefetch()
     layer.prefetch()  # once is enough
     assert len(counted.sent) == 5
+    layer.experts.w1.data.mul_(2)  # as an engine writes, behind torch's back
+    layer.end_step()  # the optimizer's step: what was fetched before it is out of date
+    doubled = step(layer, exchange.rank)
+    layer.prefetch()
+    with torch.no_grad():
+        layer.experts.w1.div_(2)  # seen without anybody's word
+    again = step(layer, exchange.rank)
+    layer.prefetch()
+    layer.place(HOMES)
+    layer.place(PLACED)  # as it was, but another plan
+    return plain, early, doubled, again, step(layer, exchange.rank)
+
+
+def doubled_step(exchange):
+    layer = make_layer(exchange, PLACED)
     with torch.no_grad():
         layer.experts.w1.mul_(2)
-    layer.end_step()  # the optimizer's step: what was fetched before it is out of date
-    after = step(layer, exchange.rank)
-    with torch.no_grad():
-        layer.experts.w1.div_(2)
-    return plain, early, after, step(layer, exchange.rank)
+    return step(layer, exchange.rank)
 
 
 def test_weights_that_were_fetched_ahead_give_the_same_and_never_outlive_the_step():
-    for plain, early, after, again in run_loopback(prefetched, 3):
+    wanted = run_loopback(doubled_step, 3)
+    for rank, (plain, early, doubled, again, placed) in enumerate(run_loopback(prefetched, 3)):
         for name, values in plain.items():
-            np.testing.assert_array_equal(early[name], values, err_msg=name)
-            np.testing.assert_array_equal(again[name], values, err_msg=name)
-        if plain["y"].size:
-            assert np.abs(after["y"] - plain["y"]).max() > 1e-3
+            for same in (early, again, placed):
+                np.testing.assert_array_equal(same[name], values, err_msg=name)
+            np.testing.assert_array_equal(doubled[name], wanted[rank][name], err_msg=name)
+
+
+def outside_of_a_checkpoint(exchange, keep):
+    """Fetched ahead of a checkpointed call: its second forward fetches the same, and so finds as many."""
+    layer = make_layer(exchange, PLACED)
+    layer.split = only_homes
+    plain = step(layer, exchange.rank)
+    forward = layer.forward
+    layer.forward = lambda x: checkpoint(forward, x, keep=keep)
+    return plain, step(layer, exchange.rank, prefetch=True)
+
+
+@pytest.mark.parametrize("keep", ["routes", "rows"])
+def test_a_fetch_ahead_of_a_checkpointed_call_is_repeated_in_it(keep):
+    for plain, checkpointed in run_loopback(outside_of_a_checkpoint, 3, keep):
+        for name, values in plain.items():
+            np.testing.assert_allclose(checkpointed[name], values, rtol=1e-12, atol=1e-12, err_msg=name)
+
+
+def placed_in_between(exchange):
+    """In eval a change between a checkpointed forward and its backward is allowed: the old slots are used."""
+    layer = make_layer(exchange, PLACED)
+    plain = step(layer, exchange.rank)
+    forward = layer.eval().forward
+
+    def then_place(x):
+        y, aux = checkpoint(forward, x)
+        layer.place(HOMES)
+        return y, aux
+
+    layer.forward = then_place
+    return plain, step(layer, exchange.rank)
+
+
+def test_a_second_forward_uses_the_placement_of_the_first():
+    for plain, checkpointed in run_loopback(placed_in_between, 3):
+        for name, values in plain.items():
+            np.testing.assert_allclose(checkpointed[name], values, rtol=1e-12, atol=1e-12, err_msg=name)
+
+
+def test_a_fetch_under_another_autocast_is_refused():
+    layer = make_layer(SoloExchange(), SOLO, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer.prefetch()
+    with pytest.raises(ValueError, match=r"fetched ahead in torch\.bfloat16, the experts compute"):
+        layer(torch.ones(3, WIDTH))
+
+
+@pytest.mark.parametrize("method", ["loop", "grouped_mm"])
+def test_borrowed_weights_are_let_go_with_the_graph(method):
+    router = RouterConfig(d_model=16, num_experts=EXPERTS, top_k=TOP_K)
+    config = MoEConfig(router=router, expert_hidden=24, method=method)
+    layer = MoELayer(config, Topology(), slot_to_expert_S=SOLO)
+    arrived = []
+
+    class Seen(Replicas):
+        def wait(self):
+            weights = super().wait()
+            arrived.extend(weakref.ref(w.untyped_storage()) for w in weights)
+            return weights
+
+    layer._replicas = lambda placement: Seen(placement, layer.groups.ep, "seen")
+    y, aux = layer(torch.randn(9, 16, requires_grad=True))
+    gc.disable()
+    try:
+        (y.sum() + aux).backward()
+        del y, aux
+        assert arrived and not any(ref() for ref in arrived)
+    finally:
+        gc.enable()
 
 
 def idle_replicas(exchange, prefetch):
@@ -372,7 +513,10 @@ def frozen(exchange, method, names):
         torch.nn.init.normal_(layer.router.gate.weight, generator=gen(3))
         x = torch.randn(7 * exchange.rank, width, generator=gen(exchange.rank)).requires_grad_()
         y, _ = layer(x)
+        counted.wide.clear()
         y.square().sum().backward()
+        trained = 3 - len(names) if freeze else 3
+        assert counted.wide == [trained * width * hidden] * (trained > 0), "only what is trained goes home"
         layers.append((x.grad, {n: p.grad for n, p in layer.experts.named_parameters()}))
     (x_all, all_grads), (x_some, some) = layers
     torch.testing.assert_close(x_some, x_all)
@@ -406,6 +550,30 @@ def test_under_autocast_replicas_compute_what_homes_do(prefetch):
         for name, values in plain.items():
             scale = np.abs(values).max(initial=1.0)
             np.testing.assert_allclose(replicated[name] / scale, values / scale, atol=2**-7, err_msg=name)
+
+
+def metered_rank(rank, world):
+    seen = []
+
+    def split(counts_PE, slot_to_expert_S):
+        seen.append(exact_split(counts_PE, slot_to_expert_S))
+        return seen[-1]
+
+    meter = LoadMeter(world, rank)
+    layer = make_layer(DistExchange(None), PLACED, meter=meter)
+    layer.split = split
+    for _ in range(2):
+        step(layer, rank)
+    sample = meter.sample(1)
+    loads_P = [rows_PS.sum(axis=0).reshape(world, -1).sum(axis=1) for rows_PS in seen]
+    return sample.rows_to_rank_LP[0].tolist(), sample.peak_rows_LG[0, 0], np.array(loads_P).tolist()
+
+
+@pytest.mark.dist
+def test_the_meter_counts_the_rows_that_replicas_computed():
+    for rows_P, peak, loads in run_ranks(metered_rank, 3):
+        assert rows_P == np.sum(loads, axis=0).tolist()
+        assert peak == sum(map(max, loads))
 
 
 def test_the_even_split_shares_with_replicas():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from balancer.split import exact_split
 from moe import ModelConfig, MoEConfig, Topology, make_groups
 from moe.model import Transformer
 from moe.recompute import checkpoint
@@ -16,10 +17,10 @@ VOCAB, SEQ = 19, 12
 LR = 0.5
 
 
-def config(dtype: str = "float32", prefetch: bool = False) -> ModelConfig:
+def config(dtype: str = "float32", prefetch: bool = False, dedup: str = "off") -> ModelConfig:
     router = RouterConfig(d_model=24, num_experts=4, top_k=2, balance_loss=0.05)
     return ModelConfig(
-        moe=MoEConfig(router=router, expert_hidden=28, shared_hidden=20, prefetch=prefetch),
+        moe=MoEConfig(router=router, expert_hidden=28, shared_hidden=20, prefetch=prefetch, dedup=dedup),
         vocab_size=VOCAB,
         num_layers=2,
         num_dense_layers=1,
@@ -67,11 +68,13 @@ def engine_step(rank, world, stage, ep_size, accumulation, dtype="float32", keep
 
     zero.init_distributed("gloo")
     topology = Topology(world_size=world, ep_size=ep_size, rank=rank)
-    shapes = config(prefetch=replicas == "prefetch")
+    shapes = config(prefetch="prefetch" in replicas, dedup="on" if "dedup" in replicas else "off")
     model = Transformer(shapes, topology, groups=make_groups(topology), layer_class=zero.ZeroMoELayer)
     model.init_weights(seed=5)
     if replicas:
-        model.blocks[1].feed_forward.place(placed(ep_size))
+        layer = model.blocks[1].feed_forward
+        layer.place(placed(ep_size))
+        layer.split = exact_split if "exact" in replicas else layer.split
     if keep:  # every block under activation checkpointing
         for block in model.blocks:
             block.forward = partial(checkpoint, block.forward, keep=keep)
@@ -146,12 +149,12 @@ def test_recomputed_blocks_have_the_gradients_of_the_reference(stage, keep):
 @pytest.mark.parametrize(
     ("stage", "world", "ep_size", "accumulation", "keep", "replicas"),
     [
-        (0, 2, 2, 2, "", "on use"),
-        (1, 2, 2, 1, "", "prefetch"),
-        (1, 4, 2, 1, "", "on use"),
-        (2, 2, 2, 2, "routes", "prefetch"),
-        (3, 2, 2, 1, "", "prefetch"),  # which does nothing there
-        (3, 4, 2, 2, "rows", "on use"),
+        (0, 2, 2, 2, "", "exact, dedup"),
+        (1, 2, 2, 1, "rows", "prefetch"),
+        (1, 4, 2, 1, "", "exact"),
+        (2, 2, 2, 2, "routes", "prefetch, dedup"),
+        (3, 2, 2, 1, "", "prefetch, exact, dedup"),  # a prefetch does nothing there
+        (3, 4, 2, 2, "rows", "on use, dedup"),
         (3, 2, 1, 1, "", "on use"),  # replicas beside their homes
     ],
 )
