@@ -7,6 +7,8 @@ What bounds the peak is a set X of ranks whose experts have slots in X only. So 
 set, the heaviest expert that lives inside X only gets a replica on the least loaded rank outside.
 """
 
+import warnings
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,9 +24,10 @@ def fill_spare_slots(
 
     load_E: [E] integers, copies of each expert;  home_slot_E: [E] integers, its home among the slots;
     slots_per_rank: s;  num_ranks: P.   Returns slot_to_expert_S [P * s] int64. An expert has at most one slot
-    a rank; a slot that no expert may take stays empty, -1. Once the peak is as low as an even load, and
-    where the load is zero, spare slots go to the experts with the most load for each slot of theirs, then
-    the fewest slots. Raises ValueError for homes that are not one slot each, and for what is no load.
+    a rank; a slot that no expert may take stays empty, -1, with a warning. Once the peak is as low as an even
+    load, and where the load is zero, spare slots go to the experts with the most load for each slot of
+    theirs, then the fewest slots. Raises ValueError for homes that are not one slot each, and for what is no
+    load.
 
     >>> fill_spare_slots(np.array([8, 1, 2]), np.array([0, 2, 4]), 2, 3).tolist()
     [0, 2, 1, 0, 2, 0]
@@ -41,6 +44,12 @@ def fill_spare_slots(
         found = _out_of_the_cut(load_E, expert_on_EP, cut_P, free_P, rank_load_P)
         found = found or _most_load_for_a_slot(load_E, home_E, expert_on_EP, free_P, rank_load_P)
         if found is None:
+            if free_P.any():
+                warnings.warn(
+                    f"{free_P.sum()} spare slots stay empty: every expert has a slot on their ranks already; "
+                    "fewer slots a rank would do",
+                    stacklevel=2,
+                )
             return slot_to_expert_S
         expert, rank = found
         slot_PS[rank, int((slot_PS[rank] < 0).argmax())] = expert

@@ -3,8 +3,9 @@
     counterpoise bench split --json OUT
 
 Loads: lognormal (sigma 1), Zipf, one-hot, uniform with noise. Replicas: as the simple rule places them for
-the load of another batch, or at random. Contenders of one case run in turn on the same instances; a figure is
-over instances, each timed as the median of its calls.
+the load of another batch, or at random. Contenders of one case run in turn on the same instances. An
+instance's time is the median of its calls; the figures are the median instance, the slowest instance, and the
+slowest single call, which has the pauses of the machine in it.
 
     peak       the compiled kernel of phases 1 to 3 alone: the smallest peak of one load
     solve      all phases with the fewest rows off rank, one rank's rows, as a step calls it (Python included)
@@ -63,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"--instances {args.instances} and --calls {args.calls} must be 1 or more")
     split.warm_split()
     rows: list[dict[str, Any]] = []
-    print(f"{'case':<36} {'contender':<10} {'median us':>10} {'max us':>10}")
+    print(f"{'case':<36} {'contender':<10} {'median us':>10} {'slowest':>10} {'one call':>10}")
     for size in SIZES:
         for load in LOADS:
             for placement in PLACEMENTS:
@@ -81,30 +82,35 @@ def run_case(
     name: str, size: tuple[int, int, int], load: str, placement: str, instances: int, calls: int
 ) -> list[dict[str, Any]]:
     """Time one case and print it.   Returns its rows."""
-    times: dict[str, list[float]] = {}
+    times: dict[str, list[Any]] = {}
     for seed in range(instances):
         instance = make_instance(size, load, placement, seed)
         contenders = make_contenders(instance)
         for contender, call in contenders.items():
             few = 1 if contender in ("twin", "lp") else calls
             times.setdefault(contender, []).append(_microseconds(call, few))
-    times["wrapper"] = [a - b for a, b in zip(times["solve"], times.pop("kernels"))]
+    kernels = times.pop("kernels")
+    times["wrapper"] = [solve - inner for solve, inner in zip(times["solve"], kernels)]
     rows = []
     for contender, found in times.items():
-        print(f"{name:<36} {contender:<10} {np.median(found):>10.1f} {max(found):>10.1f}", flush=True)
-        for metric, value in (("median_us", np.median(found)), ("max_us", max(found))):
-            rows.append({"case": name, "contender": contender, "metric": metric, "value": float(value)})
+        medians = [float(np.median(calls)) for calls in found]
+        figures = {"median_us": float(np.median(medians)), "max_us": max(medians)}
+        figures["max_call_us"] = float(max(map(max, found)))
+        shown = "".join(f" {value:>10.1f}" for value in figures.values())
+        print(f"{name:<36} {contender:<10}{shown}", flush=True)
+        head = {"case": name, "contender": contender}
+        rows += [{**head, "metric": metric, "value": value} for metric, value in figures.items()]
     return rows
 
 
-def _microseconds(call: Callable[[], Any], calls: int) -> float:
-    """Median of the calls; the first, which finds cold caches, counts among them."""
+def _microseconds(call: Callable[[], Any], calls: int) -> Counts:
+    """Time of each call; the first, which finds cold caches, counts among them."""
     found = []
     for _ in range(calls):
         start = time.perf_counter_ns()
         call()
         found.append((time.perf_counter_ns() - start) / 1e3)
-    return float(np.median(found))
+    return np.array(found)
 
 
 # ---- contenders -------------------------------------------------------------------------------------------

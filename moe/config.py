@@ -60,8 +60,8 @@ class MoEConfig:
     prefetch: bool = field(
         default=False,
         metadata={
-            "help": "send the weights of all replicas ahead, while the block's attention runs; without it "
-            "only those of replicas that get rows travel, beside the products of the homes"
+            "help": "send the weights of all replicas (MoELayer.place) ahead, while the block's attention "
+            "runs; without it only those of replicas that get rows, beside the products of the homes"
         },
     )
 

@@ -64,8 +64,8 @@ def replica_bytes(
 ) -> Volume:
     """Bytes that a rank sends and receives when weights are fetched; their gradients travel the other way.
 
-    expert_bytes: of the matrices of an expert;  rows_S: [S] rows of every slot: replicas that get some; None =
-    all replicas, as a prefetch takes them. A replica on its home's own rank costs nothing.
+    expert_bytes: of the matrices of one expert;  rows_S: [S] rows of every slot, for replicas that get some;
+    None = all replicas, as a prefetch takes them. A replica on its home's own rank costs nothing.
     """
     slots = placement.replica_slots
     busy = slots if rows_S is None else slots[rows_S[slots] > 0]
