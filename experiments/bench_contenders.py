@@ -175,13 +175,18 @@ def replicas(case: Case, inputs: Inputs, topology: Topology) -> Run:
 def resident(case: Case, inputs: Inputs, topology: Topology) -> Run:
     """The same without the replicas' traffic."""
     layer = replicated_layer(case, inputs, topology)
+    without_traffic(layer)
+    return layer_run(layer, inputs, layer.parameters())
+
+
+def without_traffic(layer: MoELayer) -> None:
+    """Let the layer's replicas fetch in the first forward only, and send nothing back."""
     fetched: list[torch.Tensor] = []
 
-    def without_traffic(placement: Placement) -> Any:
+    def resident_replicas(placement: Placement) -> Any:
         return _Resident(Replicas(placement, layer.groups.ep, "resident"), fetched)
 
-    layer._replicas = without_traffic
-    return layer_run(layer, inputs, layer.parameters())
+    layer._replicas = resident_replicas
 
 
 def replicated_layer(case: Case, inputs: Inputs, topology: Topology) -> MoELayer:

@@ -4,7 +4,7 @@
 
 A sweep of Zipf exponents: this layer without a remedy and with replicas and the exact split, and other
 people's layers, each over this layer's own time with balanced routing. Then one replica that takes more and
-more rows off the hotter rank: where its time meets that of no replica, beside the formula.
+more rows off the hotter rank: from how many on it saves more than it costs, beside the formula.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
             }
         )
         print(describe(points[-1]), flush=True)
-    worth = break_even(replace(REPLICA, dtype=args.dtype), ROWS, args.rounds)
+    worth = break_even(replace(REPLICA, dtype=args.dtype), ROWS, 2 * args.rounds)
     print(describe_worth(worth))
     if args.json:
         figures = {**where(), "sweep": points, "replica": worth}
@@ -136,28 +136,32 @@ def plot(points: list[dict[str, Any]], title: str, path: Path) -> None:
 
 
 def break_even(case: Case, rows: Sequence[int], rounds: int) -> dict[str, Any]:
-    """Rows from which on a replica saves time: where the line through the measured times meets no replica's.
+    """Rows from which on a replica saves time: what it costs to have over what a row saves.
 
-    The formula, (b + b_grad) / 6 * FLOPS / bandwidth, gets the rate of the experts' products and the
-    bandwidth of an all-to-all-v of one expert's weights, both measured in the same job.
+    Cost: with fetch and gradient less without, the same rows taken, median over rounds and rows. Saving: the
+    slope of the times without traffic over the rows taken, 0 included. The formula, (b + b_grad) / 6 * FLOPS
+    / bandwidth, gets the rate of the experts' products and the bandwidth of an all-to-all-v of one expert's
+    weights, both measured in the same job.
     """
     from moe.testing import run_ranks
 
     outcomes = run_ranks(replica_rank, case.ranks, case, tuple(rows), rounds, timeout_s=1800.0)
-    times = np.median(np.max([outcome["times_s"] for outcome in outcomes], axis=0), axis=1)
-    alone_s, with_s = times[0], times[1:]
-    slope, offset = np.polyfit(rows, with_s, 1)
+    # [with or without traffic, rows, rounds], of the slowest rank
+    times_s = np.max([outcome["times_s"] for outcome in outcomes], axis=0)
+    cost_s = float(np.median(times_s[0, 1:] - times_s[1, 1:]))
+    without_s = np.median(times_s[1], axis=1)
+    saved_s = -float(np.polyfit((0, *rows), without_s, 1)[0])
     element = 2 if case.dtype == "bfloat16" else 4
     flops = min(outcome["flops"] for outcome in outcomes)
     bandwidth = min(outcome["bytes_per_s"] for outcome in outcomes)
     return {
         "case": case.name,
-        "rows": list(rows),
-        "with_ms": (with_s * 1e3).tolist(),
-        "without_ms": alone_s * 1e3,
-        "fetch_ms": (offset - alone_s) * 1e3,
-        "us_a_row": -slope * 1e6,
-        "measured_rows": float((offset - alone_s) / -slope) if slope < 0 else None,
+        "rows": [0, *rows],
+        "with_ms": (np.median(times_s[0], axis=1) * 1e3).tolist(),
+        "without_ms": (without_s * 1e3).tolist(),
+        "fetch_ms": cost_s * 1e3,
+        "us_a_row": saved_s * 1e6,
+        "measured_rows": cost_s / saved_s if min(cost_s, saved_s) > 0 else None,
         "formula_rows": 2 * element / 6 * flops / bandwidth,
         "gflops": flops / 1e9,
         "gbytes_per_s": bandwidth / 1e9,
@@ -167,18 +171,19 @@ def break_even(case: Case, rows: Sequence[int], rounds: int) -> dict[str, Any]:
 def describe_worth(worth: dict[str, Any]) -> str:
     """The figures in words."""
     measured = worth["measured_rows"]
-    from_rows = "no number of" if measured is None else f"{measured:.0f}"
+    from_rows = "lost in the noise" if measured is None else f"{measured:.0f} rows"
     return (
         f"replica of {worth['case']}: fetch and gradient {worth['fetch_ms']:.1f} ms, {worth['us_a_row']:.1f} "
-        f"us saved a row: worth it from {from_rows} rows on; formula {worth['formula_rows']:.0f} "
+        f"us saved a row: break-even {from_rows}; formula {worth['formula_rows']:.0f} "
         f"({worth['gflops']:.0f} GFLOP/s, {worth['gbytes_per_s']:.2f} GB/s)"
     )
 
 
 def replica_rank(rank: int, world: int, case: Case, rows: Sequence[int], rounds: int) -> dict[str, Any]:
-    """Times of no replica, then of one that takes each number of rows, [1 + len(rows), rounds]."""
+    """Times [2, 1 + len(rows), rounds] of a replica that takes 0 and each number of rows: with its traffic,
+    and without."""
     from experiments.allocator import keep_memory
-    from experiments.bench_contenders import our_layer, timed
+    from experiments.bench_contenders import our_layer, timed, without_traffic
     from experiments.bench_inputs import layer_run, make_inputs
     from moe import Topology
 
@@ -186,18 +191,22 @@ def replica_rank(rank: int, world: int, case: Case, rows: Sequence[int], rounds:
     inputs = make_inputs(replace(case, skew="always:0"), rank)
     topology = Topology(world_size=world, ep_size=world, rank=rank)
     runs = []
-    for taken in (0, *rows):
-        layer = our_layer(case, inputs, topology)
-        home = np.arange(case.experts).reshape(world, -1)
-        spare = np.array([[-1], *[[0 if taken else -1]] * (world - 1)])
-        layer.place(np.concatenate([home, spare], axis=1).reshape(-1))
-        layer.split = _Take(taken, home.shape[1])
-        runs.append(layer_run(layer, inputs, layer.parameters()))
+    for traffic in (True, False):
+        for taken in (0, *rows):
+            layer = our_layer(case, inputs, topology)
+            home = np.arange(case.experts).reshape(world, -1)
+            spare = np.array([[-1], *[[0]] * (world - 1)])
+            layer.place(np.concatenate([home, spare], axis=1).reshape(-1))
+            layer.split = _Take(taken, home.shape[1])
+            if not traffic:
+                without_traffic(layer)
+            runs.append(layer_run(layer, inputs, layer.parameters()))
     for run in runs:
         timed(run)
-    times_s = [[timed(run) for run in runs] for _ in range(rounds)]
+    times_s = np.array([[timed(run) for run in runs] for _ in range(rounds)])
     flops, bytes_per_s = rates(case, inputs)
-    return {"times_s": np.transpose(times_s).tolist(), "flops": flops, "bytes_per_s": bytes_per_s}
+    shaped = times_s.T.reshape(2, 1 + len(rows), rounds)
+    return {"times_s": shaped.tolist(), "flops": flops, "bytes_per_s": bytes_per_s}
 
 
 class _Take:

@@ -38,7 +38,7 @@ def test_the_command_measures_writes_and_draws(tmp_path, monkeypatch, capsys):
     figures = json.loads(out.read_text())
     assert [point["exponent"] for point in figures["sweep"]] == [0.0, 2.0]
     assert figures["sweep"][1]["skew"] > figures["sweep"][0]["skew"] >= 1.0
-    assert figures["replica"]["formula_rows"] > 0 and len(figures["replica"]["with_ms"]) == 2
+    assert figures["replica"]["formula_rows"] > 0 and len(figures["replica"]["with_ms"]) == 3
     assert picture.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert "zipf 2.00, fullest rank" in printed and "replica of E4" in printed
