@@ -63,7 +63,13 @@ def start_launcher(num_ranks: int, grace_s: float = 25.0) -> subprocess.Popen[st
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=_hang_up_counts,
     )
+
+
+def _hang_up_counts() -> None:
+    """Under nohup SIGHUP would be ignored, and the launcher leaves it so."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def wait_until(condition, what: str) -> None:
