@@ -30,17 +30,7 @@ def describe(trainer: "Trainer") -> list[str]:
         f"memory: about {memory.total_bytes / GIB:.2f} GiB a rank of {free / GIB:.1f} free",
         f"data: {domains}; {config.data.schedule} mix",
         *trainer.corpus.notes,
-        *warnings(trainer, stage),
     ]
-
-
-def warnings(trainer: "Trainer", stage: int) -> list[str]:
-    if stage == 0 and trainer.config.train.clip > 0:
-        return [
-            "warning: at ZeRO 0 DeepSpeed does not count every expert once in the gradient norm, so clipping "
-            "is off (in float32 it averages the ranks' norms); use zero1.json, or train.clip = 0"
-        ]
-    return []
 
 
 def table(bits: dict[str, float]) -> str:

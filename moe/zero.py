@@ -11,7 +11,10 @@ code of its forward. What that contract says, as read in its source and checked 
   divided by the full data-parallel size;
 - checkpoints want the parameters `experts.w1`, `w2`, `w3`, each with DS_AUTOEP_UC_META, and `ep_rank` and
   `expert_placement_descriptor` on the layer;
-- optimizer groups must be split into dense and expert ones, each with a name.
+- optimizer groups must be split into dense and expert ones, each with a name;
+- the global norm counts every expert once at stages 1 to 3. At stage 0 in float32 it is the mean of the
+  ranks' norms, taken only to clip, and never reported; in bfloat16 (torch's optimizers) it leaves the experts
+  out: `make_engine` puts `global_norm` in its place.
 
 It is private API: `contract_problems` says what a DeepSpeed at hand lacks, and a test holds it empty.
 """
@@ -45,6 +48,9 @@ def contract_problems() -> list[str]:
     for name in ("DS_AUTOEP_UC_META", "AUTOEP_EXPERT_PLACEMENT", "AFFINE_MAP", "AUTOEP_PARAM_LOGICAL_SHAPE"):
         if not hasattr(ds_names, name):
             problems.append(f"deepspeed.checkpoint.constants.{name} is gone")
+    for name in ("_take_model_step", "clip_fp32_gradients"):
+        if not hasattr(deepspeed.DeepSpeedEngine, name):
+            problems.append(f"DeepSpeedEngine.{name} is gone: the norm of stage 0 cannot be corrected")
     if _SHM_OP not in getattr(deepspeed.ops, "__compatible_ops__", {}):
         problems.append(f"deepspeed.ops.__compatible_ops__[{_SHM_OP!r}] is gone: it kept an op from building")
     return problems
@@ -146,7 +152,53 @@ def make_engine(model: nn.Module, settings: dict[str, Any], weight_decay: float 
         config=settings,
         dist_init_required=False,
     )
+    if engine.zero_optimization_stage() == 0:
+        _correct_norm(engine)
     return engine
+
+
+def _correct_norm(engine: Any) -> None:
+    """Give an engine of stage 0 the gradient norm that other stages have, to report and to clip by.
+
+    In float32 DeepSpeed would take the mean of the ranks' norms, only to clip, and report none; in bfloat16
+    it leaves the experts out.
+    """
+    take_step, optimizer = engine._take_model_step, engine.optimizer
+    # of float32 copies, made within the step
+    clip: Any = getattr(optimizer, "unscale_and_clip_grads", None)
+
+    def take_step_with_norm(*args: Any, **kwargs: Any) -> Any:
+        norm = global_norm(engine.module)
+        if clip is not None:
+            optimizer.unscale_and_clip_grads = lambda _, *more, **named: clip(norm, *more, **named)
+        elif 0 < engine.gradient_clipping() < norm:
+            for parameter in engine.module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(engine.gradient_clipping() / (norm + 1e-6))
+        taken = take_step(*args, **kwargs)
+        engine._global_grad_norm = norm
+        return taken
+
+    engine._take_model_step = take_step_with_norm
+    engine.clip_fp32_gradients = lambda: None
+
+
+@torch.no_grad()
+def global_norm(model: nn.Module) -> float:
+    """The norm of reduced gradients over all ranks: every logical expert once, every dense parameter once.
+
+    Sums are float64, in one order, so that all ranks get the same number. A collective where ranks of an EP
+    group hold different experts.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, MoELayer)]
+    experts = {id(parameter) for layer in layers for parameter in layer.experts.parameters()}
+    sums_2 = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            sums_2[int(id(parameter) in experts)] += parameter.grad.double().square().sum()
+    if layers:
+        sums_2[1] = layers[0].groups.ep.all_gather(sums_2[1:]).sum()
+    return float(sums_2.sum().sqrt())
 
 
 def gather_weights(model: nn.Module, topology: Topology) -> dict[str, torch.Tensor] | None:

@@ -218,16 +218,16 @@ def test_ctrl_c_under_deepspeeds_launcher_saves_too(rank_env, small_toml, tmp_pa
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_zero_stages_train_alike(finished_run, counterpoise, small_toml, tmp_path, stage):
-    """The first step's loss is that of ZeRO-1; later ones agree to rounding. Clipping is off: DeepSpeed's
-    float32 norm at stage 0 counts experts wrongly."""
-    off = ("--set", "train.clip=0", "--set", "train.steps=3")
+    """The first step's loss is that of ZeRO-1; later ones agree to rounding, clipped by the same norm."""
+    short = ("--set", "train.clip=0.1", "--set", "train.steps=3")
     for name, number in (("one", 1), ("this", stage)):
         engine = ("--set", f"train.deepspeed=zero{number}.json")
-        done = counterpoise("train", "--config", small_toml, "--name", name, *off, *engine, cwd=tmp_path)
+        done = counterpoise("train", "--config", small_toml, "--name", name, *short, *engine, cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
     one, this = losses(tmp_path / "runs" / "one"), losses(tmp_path / "runs" / "this")
     for step in (1, 2, 3):
         assert this[step][0] == pytest.approx(one[step][0], rel=1e-5)
+        assert this[step][2] == pytest.approx(one[step][2], rel=1e-4)
 
 
 def test_bfloat16_trains(counterpoise, small_toml, tmp_path):
@@ -448,10 +448,9 @@ sys.exit(train.main())
 @pytest.mark.parametrize(
     ("stage", "clip", "message"),
     [
-        # ZeRO-0 in float32 reports no norm: clipping spreads the NaN to all weights, the validation meets it
-        (0, "1.0", "step 5: router logits of MoE layer 0 are NaN or infinite"),
+        (0, "1.0", "step 5: the gradient norm is not finite"),
         (1, "1.0", "step 5: the gradient norm is not finite"),
-        (0, "0.0", r"step 5: \d+ weights are NaN or infinite, not saved"),  # only the head's weights
+        (0, "0.0", "step 5: the gradient norm is not finite"),
     ],
 )
 def test_a_gradient_that_is_not_finite_ends_the_run_before_it_is_saved(

@@ -9,8 +9,9 @@ over all ranks, experts over their EDP group, all-reduce 2(n-1)/n of the bytes, 
     stage 3    at every micro-batch: all-gather of every parameter in the forward and again in the backward,
                reduce-scatter of every gradient; each tensor padded to a multiple of n by itself. (The limits
                here let it keep nothing from the forward to the backward.)
-    norm       stage 0: one of 4 bytes. 1 and 2: one of 4 bytes over all ranks for each optimizer group, and
-               the experts' once more over EDP. 3: 8 bytes for each group, experts over EDP, then over EP.
+    norm       stage 0: moe/zero.py's own, an all-gather of 8 bytes a rank over EP. 1 and 2: one of 4 bytes
+               over all ranks for each optimizer group, and the experts' once more over EDP. 3: 8 bytes for
+               each group, experts over EDP, then over EP.
 
 float32 has no overflow flag. Stage 3 broadcasts its trace of modules in its first two steps, so the third is
 read.
@@ -192,7 +193,7 @@ def reduced_gradients(topology: Topology, shapes, stage, accumulation) -> Counte
             sums["backward", "allgather_base", group] += accumulation * part
             sums["backward", "reduce_scatter_base", group] += accumulation * part
     if stage == 0:
-        sums["optimizer", "allreduce", world] += reduced(len(world), 4)
+        sums["optimizer", "allgather_base", ep] += (len(ep) - 1) * 8
     if stage in (1, 2):
         for name, numel in flat.items():
             group = edp if name == "experts" else world
