@@ -165,14 +165,10 @@ class MoELayer(nn.Module):
             x_TD = torch.where(token_mask_T[:, None], x_TD, 0.0)
         with forward_phase():
             routing, route = self._route(x_TD, token_mask_T)
-            rows_PS = self._split(route)
+            self._split(route)
             aside: list[torch.Tensor] = []
             y_TD = self._experts(
-                x_TD,
-                routing,
-                route,
-                rows_PS,
-                lambda: aside.extend(self._aside(x, x_TD, routing, route)),
+                x_TD, routing, route, lambda: aside.extend(self._aside(x, x_TD, routing, route))
             )
         aux_loss, *shared_TD = aside
         return (y_TD + shared_TD[0] if shared_TD else y_TD).view_as(x), aux_loss
@@ -195,8 +191,8 @@ class MoELayer(nn.Module):
             memory.record(route, routing)
         return routing, route
 
-    def _split(self, route: Route) -> np.ndarray:
-        """Rows of every source rank for every slot, [P, S]; those of the first forward in a second one."""
+    def _split(self, route: Route) -> None:
+        """Settle the rows of every source rank for every slot, [P, S]; a second forward keeps the first's."""
         if route.rows_PS is None:
             slots = route.placement.slot_to_expert_S
             with self._part("split"):
@@ -205,7 +201,6 @@ class MoELayer(nn.Module):
                 route.rows_PS = rows_PS
         with_gradients = torch.is_grad_enabled() or current_memory() is not None
         self._inside_step |= self.training and with_gradients
-        return route.rows_PS
 
     def _aside(
         self, x: torch.Tensor, x_TD: torch.Tensor, routing: Routing, route: Route
@@ -226,12 +221,7 @@ class MoELayer(nn.Module):
             return [aux_loss, self.shared_expert(x_TD)]
 
     def _experts(
-        self,
-        x_TD: torch.Tensor,
-        routing: Routing,
-        route: Route,
-        rows_PS: np.ndarray,
-        meanwhile: Callable[[], None],
+        self, x_TD: torch.Tensor, routing: Routing, route: Route, meanwhile: Callable[[], None]
     ) -> torch.Tensor:
         """Dispatch, experts, combine; without the last where a checkpoint has kept what it gave."""
         before = self.config.weight_position == "before"
