@@ -204,7 +204,7 @@ def test_more_peaks_and_rows_off_rank_and_node_equal_the_linear_programs():
 def check_twins(seeds):
     for seed in seeds:
         rng = np.random.default_rng(seed)
-        case = draw(seed, max_experts=32, max_ranks=8)
+        case = draw(seed)
         ranks = case.num_ranks
         options = {
             "ranks_per_node": int(rng.choice([d for d in range(1, ranks + 1) if ranks % d == 0])),
