@@ -66,6 +66,12 @@ def train_parser() -> argparse.ArgumentParser:
         help="continue RUN (the one named by --name without a value) from its last complete checkpoint",
     )
     add(
+        "--reshape",
+        action="store_true",
+        help="with --resume: on another number of ranks, EP size or ZeRO stage (--ranks, and --set of "
+        "train.ep_size, train.micro_batch, train.accumulation, train.deepspeed); the global batch stays",
+    )
+    add(
         "--ranks",
         metavar="N",
         type=int,

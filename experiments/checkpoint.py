@@ -1,13 +1,10 @@
 """Checkpoints: complete or absent. Written aside, listed in a manifest with sizes and hashes, renamed.
 
     checkpoints/step-00000100/
-      engine/             DeepSpeed's own files
-      model.safetensors   the whole model, all experts in logical order (train.export)
-      rank-0.safetensors  random state of each rank
-      manifest.json       step, ranks, size and sha256 of every file above
+      ...             what experiments/saving.py puts there
+      manifest.json   step, ranks, size and sha256 of every file
 
-DeepSpeed loads its files with pickle. So only a checkpoint of the run's own folder is loaded, and only after
-every hash in its manifest was verified.
+A checkpoint is loaded only after every hash in its manifest was verified.
 """
 
 import hashlib
@@ -20,14 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
-
 from experiments.rundir import RunDir, write_whole
 
-ENGINE = "engine"
 WEIGHTS = "model.safetensors"
 MANIFEST = "manifest.json"
+FORMAT = 2
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -43,22 +37,6 @@ class Checkpoint:
 def folder_name(step: int) -> str:
     """step-00000100: zero-padded, so that names sort as numbers."""
     return f"step-{step:08d}"
-
-
-def save_rank_state(folder: Path, rank: int) -> None:
-    """This rank's random state; every rank writes its own file."""
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    save_file(state, folder / f"rank-{rank}.safetensors")
-
-
-def load_rank_state(checkpoint: Checkpoint, rank: int) -> None:
-    """Restore what `save_rank_state` wrote."""
-    state = load_file(checkpoint.path / f"rank-{rank}.safetensors")
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
 
 
 def begin(run: RunDir, step: int) -> Path:
@@ -79,7 +57,7 @@ def finish(aside: Path, step: int, world_size: int, keep: int) -> Path:
     """
     files = [path for path in sorted(aside.rglob("*")) if path.is_file()]
     listed = {str(path.relative_to(aside)): _describe(path, sync=True) for path in files}
-    manifest = {"format": 1, "step": step, "world_size": world_size, "files": listed}
+    manifest = {"format": FORMAT, "step": step, "world_size": world_size, "files": listed}
     write_whole(aside / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     for folder in {path.parent for path in files} | {aside}:
         _sync_folder(folder)
@@ -140,8 +118,13 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise ValueError(f"{file} cannot be read ({error})") from error
     fields = {"format": int, "step": int, "world_size": int, "files": dict}
     whole = isinstance(manifest, dict) and all(isinstance(manifest.get(k), t) for k, t in fields.items())
-    if not whole or manifest["format"] != 1 or not all(map(_is_description, manifest["files"].values())):
-        raise ValueError(f"{file} is no manifest of format 1")
+    if whole and manifest["format"] != FORMAT:
+        raise ValueError(
+            f"{file} is of format {manifest['format']}, and this version reads format {FORMAT}: resume with "
+            "the version that wrote it"
+        )
+    if not whole or not all(map(_is_description, manifest["files"].values())):
+        raise ValueError(f"{file} is no manifest of format {FORMAT}")
     return manifest
 
 

@@ -37,6 +37,12 @@ def _bench() -> Main:
     return main
 
 
+def _weights() -> Main:
+    from experiments.weights_command import main
+
+    return main
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Command:
     """A subcommand: one line of help, and how to get at its `main(argv) -> exit code`."""
@@ -50,6 +56,7 @@ COMMANDS: dict[str, Command] = {
     "train": Command(help="train a model (train --help lists every setting with its unit)", load=_train),
     "bench": Command(help="measure beside others: bench layer (times in ms)", load=_bench),
     "sample": Command(help="continue a prompt with the model of a run (length in tokens)", load=_sample),
+    "weights": Command(help="import, export or upcycle weights (sizes in MiB and tensors)", load=_weights),
 }
 
 

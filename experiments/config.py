@@ -50,6 +50,13 @@ RESUMABLE_WHY: dict[str, str] = {
     "train.export": "only whether the final model is also written as safetensors",
 }
 RESUMABLE: frozenset[str] = frozenset(RESUMABLE_WHY)
+RESHAPABLE_WHY: dict[str, str] = {
+    "train.ep_size": "checkpoints hold experts by their logical number",
+    "train.deepspeed": "checkpoints hold master weights and moments of whole parameters, at any ZeRO stage",
+    "train.micro_batch": "the global batch stays the same (micro_batch * accumulation * ranks)",
+    "train.accumulation": "the global batch stays the same (micro_batch * accumulation * ranks)",
+}
+RESHAPABLE: frozenset[str] = frozenset(RESHAPABLE_WHY)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -306,25 +313,58 @@ def differences(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
     return found
 
 
-def check_resume(old: Config, new: Config) -> None:
-    """Raises ValueError, naming every key, where `new` differs from the run's `old` beyond RESUMABLE."""
-    offending = [entry for entry in differences(old, new) if entry[0] not in RESUMABLE]
+def check_resume(old: Config, new: Config, reshape: bool = False) -> None:
+    """Raises ValueError, naming every key, where `new` differs from the run's `old` beyond RESUMABLE.
+
+    reshape: keys of RESHAPABLE may differ too.
+    """
+    free = RESUMABLE | RESHAPABLE if reshape else RESUMABLE
+    offending = [entry for entry in differences(old, new) if entry[0] not in free]
     if offending:
         listed = "; ".join(f"{key} was {before!r} and is now {after!r}" for key, before, after in offending)
+        remedy = "Take these changes back, or start a new run"
+        if all(key in RESHAPABLE for key, _, _ in offending):
+            remedy = "Take these changes back, or add --reshape, which fits the checkpoint to them"
         raise ValueError(
-            f"this run cannot be resumed with other settings: {listed}. Take these changes back, or start a "
-            f"new run; only these may change: {', '.join(sorted(RESUMABLE))}"
+            f"this run cannot be resumed with other settings: {listed}. {remedy}; only these may change: "
+            f"{', '.join(sorted(free))}"
         )
+
+
+def check_batch(old: Config, old_world: int, new: Config, new_world: int) -> None:
+    """Raises ValueError where a reshaped run would take another number of sequences per optimizer step."""
+    before = old.train.micro_batch * old.train.accumulation * old_world
+    after = new.train.micro_batch * new.train.accumulation * new_world
+    if before == after:
+        return
+    micro, left = new.train.micro_batch, before % new_world
+    fits = [m for m in range(1, before // new_world + 1) if not left and before // new_world % m == 0]
+    nearest = min(fits, key=lambda m: abs(m - micro), default=0)
+    remedy = f"--ranks that divides {before}"
+    if nearest:
+        rest = before // new_world // nearest
+        remedy = f"--set train.micro_batch={nearest} --set train.accumulation={rest}"
+    raise ValueError(
+        f"train.micro_batch={micro} * train.accumulation={new.train.accumulation} * {new_world} ranks = "
+        f"{after} sequences a step, but the run has had {before}, and its data and learning rates count in "
+        f"such steps; use {remedy}"
+    )
 
 
 def check_world(config: Config, world_size: int) -> int:
     """The number of ranks that share one set of experts, once the world's size is known.
 
     world_size: ranks of the run. Raises ValueError with the nearest numbers that work when ep_size does not
-    divide it, or the experts do not divide evenly among the ranks of a set.
+    divide it, the experts do not divide evenly among the ranks of a set, or no block has experts.
     """
     if world_size < 1:
         raise ValueError(f"world_size={world_size} must be at least 1")
+    if config.model.num_dense_layers == config.model.num_layers:
+        raise ValueError(
+            f"model.num_dense_layers={config.model.num_dense_layers} leaves no block with experts, so "
+            f"there is nothing to balance; use at most {config.model.num_layers - 1} (model.num_layers - 1), "
+            "or make experts of the dense weights: counterpoise weights upcycle"
+        )
     ep_size = config.train.ep_size or world_size
     if world_size % ep_size:
         divisors = _nearest([n for n in range(1, world_size + 1) if world_size % n == 0], ep_size)

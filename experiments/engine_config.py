@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from experiments.config import Config, TrainConfig, find_file
+from moe.zero_support import check_settings
+
+# of these DeepSpeed has its own for offloaded state, to be compiled; of Adam unless it says torch_adam
+OWN_CPU_OPTIMIZERS = ("adam", "adamw", "adagrad", "lion")
 
 
 def load_deepspeed_config(path: str | Path) -> dict[str, Any]:
@@ -52,8 +56,10 @@ def merge_deepspeed(
     world_size: ranks that share the data. json_name, toml_name: the two places, for messages (json_name
     defaults to train.deepspeed). Filled where absent or "auto": batch sizes, gradient_clipping (DeepSpeed's
     own default would be 1.0), bf16.enabled, the optimizer and its lr, betas, weight_decay, steps_per_print.
-    An "auto" inside zero_optimization is taken out, which leaves DeepSpeed's default. All else passes.
-    Raises ValueError, naming both places, when both give a value and the values differ.
+    An "auto" inside zero_optimization is taken out, which leaves DeepSpeed's default. With an optimizer of
+    torch's and offload_optimizer, zero_force_ds_cpu_optimizer = false is filled in. All else passes.
+    Raises ValueError, naming both places, when both give a value and the values differ; and, naming the JSON,
+    where DeepSpeed's settings do not go with experts or with checkpoints (`moe.zero_support`).
     """
     merged = copy.deepcopy(dict(json_dict))
     places = (json_name or config.train.deepspeed, toml_name)
@@ -70,8 +76,15 @@ def merge_deepspeed(
     _fill_bf16(merged, config.model.dtype, places)
     _fill_optimizer(merged, train, places)
     _drop_auto(merged.get("zero_optimization"))
+    _fill_offload(merged, places[0])
     if _absent(merged, "steps_per_print"):
         merged["steps_per_print"] = 1_000_000_000  # the training prints its own lines
+    ep_size = train.ep_size or world_size
+    try:
+        check_settings(merged, world_size=world_size, ep_size=ep_size, dtype=config.model.dtype)
+    except ValueError as error:
+        lines = [f"{places[0]}: {line}" for line in str(error).splitlines()]
+        raise ValueError("\n".join(lines)) from error
     return merged
 
 
@@ -160,13 +173,33 @@ def _fill_scheduler(merged: dict[str, Any], train: TrainConfig, place: str) -> N
 
 
 def _fill_optimizer(merged: dict[str, Any], train: TrainConfig, places: tuple[str, str]) -> None:
-    if _absent(merged, "optimizer"):
-        # torch_adam: DeepSpeed's own Adam would have to be compiled first
-        merged["optimizer"] = {"type": "AdamW", "params": {"torch_adam": True}}
-    params = _subtable(_subtable(merged, "optimizer", places[0]), "params", places[0])
+    table = _subtable(merged, "optimizer", places[0])
+    params = _subtable(table, "params", places[0])
+    if _absent(table, "type"):
+        table["type"] = "AdamW"
+        params.setdefault("torch_adam", True)  # DeepSpeed's own Adam would have to be compiled first
     prefix = "optimizer.params."
     _fill(params, "lr", train.lr, "train.lr", places, prefix)
     _fill(params, "weight_decay", train.weight_decay, "train.weight_decay", places, prefix)
     if "adam" in str(merged["optimizer"].get("type", "")).lower() or "betas" in params:
         _fill(params, "betas", [train.beta1, train.beta2], "[train.beta1, train.beta2]", places, prefix)
     _drop_auto(params)
+
+
+def _fill_offload(merged: dict[str, Any], place: str) -> None:
+    """Say that torch's optimizer is meant where its state is offloaded: DeepSpeed prefers its own."""
+    zero = merged.get("zero_optimization")
+    table = zero.get("offload_optimizer") if isinstance(zero, dict) else None
+    optimizer = merged["optimizer"]
+    name = str(optimizer.get("type", "AdamW"))
+    own = name.lower() in OWN_CPU_OPTIMIZERS and not optimizer["params"].get("torch_adam", False)
+    if own or not isinstance(table, dict) or table.get("device", "none") == "none":
+        return
+    key = "zero_force_ds_cpu_optimizer"
+    if _absent(merged, key):
+        merged[key] = False
+    elif merged[key]:
+        raise ValueError(
+            f"{place}: {key} = {json.dumps(merged[key])} asks for DeepSpeed's compiled optimizer, but "
+            f"optimizer.type = {json.dumps(name)} is torch's; take {key} out"
+        )

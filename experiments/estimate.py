@@ -61,7 +61,10 @@ def activation_bytes(config: Config, element: int) -> int:
     """Bytes kept for the backward of one micro-batch, without recomputation, at balanced load."""
     model, moe, top_k = config.model, config.moe, config.router.top_k
     width, tokens = model.d_model, config.train.micro_batch * model.seq_len
-    attention = 12 * width * element
+    queries, keys = model.num_heads * model.head_width, model.kv_heads * model.head_width
+    normed = (queries + keys) * model.qk_norm
+    # the block's rows, qkv, both rotated, the heads' output twice
+    attention = (5 * width + 4 * queries + 3 * keys + normed) * element
     expert = top_k * (element * (3 * width + 4 * moe.expert_hidden) + 4 * width)
     router = 4 * 4 * config.router.num_experts
     shared = 4 * moe.shared_hidden * element

@@ -7,7 +7,7 @@ runs/tiny-1/
   metrics.jsonl     the truth: one record per logged step, validation and event
   loads/            the load trace: tokens per expert of every step and layer
   tb/               TensorBoard's view of the above
-  checkpoints/      step-00000100/ ...: engine/, model.safetensors, manifest.json
+  checkpoints/      step-00000100/ ...: state/, model.safetensors, manifest.json
   watch/            what each rank did last (moe/watch.py); not with a single rank
 """
 
@@ -146,7 +146,7 @@ def check_ranks(run: RunDir, world_size: int) -> None:
     if had != world_size:
         raise ValueError(
             f"{run.path} was trained with world_size={had}, and this is {world_size}; resume it on the same "
-            "number of ranks (--ranks)"
+            "number of ranks (--ranks), or add --reshape, which fits its checkpoint to another"
         )
 
 

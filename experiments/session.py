@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-import torch.distributed as dist
-from safetensors.torch import save_file
 
-from experiments import checkpoint, rundir
+from experiments import checkpoint, rundir, saving
 from experiments.communication import Communication
 from experiments.config import Config
 from experiments.corpus import Corpus
@@ -25,11 +23,12 @@ from experiments.data import load_corpus
 from experiments.describe import describe, table, unit
 from experiments.estimate import available_bytes, check_fits, estimate_memory
 from experiments.evaluate import baselines, validation_windows
-from experiments.job import Job, decide_on_main
+from experiments.job import Job, decide_on_main, do_on_all
 from experiments.progress import Progress
 from experiments.records import Recorder
 from experiments.rundir import RunDir
 from experiments.watching import Watching, add_hint, limit_waits
+from experiments.weights import load_initial
 from moe import LoadMeter, NonFiniteRouterError, zero
 from moe.model import Transformer
 from moe.timing import PhaseTimer
@@ -57,6 +56,8 @@ class Trainer:
     records: Recorder | None = None
     lock: IO[str] | None = None
     last_checkpoint: Path | None = None
+    # name -> what has a state of its own besides the model's; registered before the run is restored
+    loops: dict[str, saving.Stateful] = field(default_factory=dict)
     bigram: dict[str, float] = field(default_factory=dict)
     logged_at: float = 0.0
     logged_step: int = 0
@@ -138,6 +139,10 @@ def build(
         layer_class=zero.ZeroMoELayer,
     )
     model.init_weights(config.train.seed)
+    # a run that has checkpoints takes its weights from there, or ends in restore where all are broken
+    saved = any(path.suffix != ".partial" for path in run.checkpoints.glob("step-*"))
+    if config.train.init and not saved:
+        do_on_all(job, lambda: load_initial(model, Path(config.train.init)))
     if job.device.type == "cpu":
         warm(DTYPES[config.model.dtype])  # compile before the first step, not within it
     engine = zero.make_engine(model, settings, config.train.weight_decay)
@@ -174,8 +179,7 @@ def restore(trainer: Trainer) -> int:
         if job.is_main:
             _say(f"{trainer.run.path} has no complete checkpoint: starting from step 0")
         return 0
-    trainer.engine.load_checkpoint(str(found.path), tag=checkpoint.ENGINE)
-    checkpoint.load_rank_state(found, job.rank)
+    saving.load(trainer, found)
     trainer.last_checkpoint = found.path
     if job.is_main:
         _say(f"resuming {trainer.run.path} after step {found.step}")
@@ -196,7 +200,7 @@ def open_records(trainer: Trainer, resumed_at: int | None) -> None:
 
 def _open_on_main(trainer: Trainer, resumed_at: int | None) -> None:
     if resumed_at is not None:  # only now: the run is locked, and everything about it has been checked
-        facts = rundir.read_facts(trainer.run)
+        facts = rundir.read_facts(trainer.run) | {"world_size": trainer.job.world_size}
         rundir.write_settings(trainer.run, trainer.config, trainer.settings, facts)
     if resumed_at == 0:  # nothing is left of the run but its settings: its records start anew
         trainer.run.metrics.unlink(missing_ok=True)
@@ -274,44 +278,9 @@ def restart_clock(trainer: Trainer, step: int) -> None:
 
 
 def save(trainer: Trainer, step: int) -> None:
-    """Write a checkpoint: all ranks into a folder aside, then rank 0 lists, syncs and renames it."""
-    run, job = trainer.run, trainer.job
-    check_finite(trainer, step)
-    aside = decide_on_main(job, lambda: checkpoint.begin(run, step))
-    trainer.engine.save_checkpoint(str(aside), tag=checkpoint.ENGINE)
-    checkpoint.save_rank_state(aside, job.rank)
-    if trainer.config.train.export:
-        weights = zero.gather_weights(trainer.model, job.topology)
-        if weights is not None:
-            save_file(weights, aside / checkpoint.WEIGHTS)
-    dist.barrier()
-
-    def finish() -> Path:
-        assert trainer.records is not None, "rank 0 opens the records before the first step"
-        trainer.records.sync()  # first what the checkpoint's step has in the records, then the checkpoint
-        path = checkpoint.finish(aside, step, job.world_size, trainer.config.train.keep_checkpoints)
-        trainer.records.event(step, "checkpoint", path=path.name)
-        return path
-
-    trainer.last_checkpoint = decide_on_main(job, finish)
+    """Write a checkpoint, and take no time of it for training's."""
+    trainer.last_checkpoint = saving.save(trainer, step)
     restart_clock(trainer, step)
-
-
-@torch.no_grad()
-def check_finite(trainer: Trainer, step: int) -> None:
-    """Raise FloatingPointError on all ranks where any weight is NaN or infinite: that is nothing to save.
-
-    Not every stage reports a gradient norm (ZeRO 0 without clipping does not): the weights decide.
-    """
-    device = trainer.job.device
-    bad = torch.zeros((), dtype=torch.int64, device=device)
-    for parameter in trainer.model.parameters():  # ds_tensor: this rank's part under ZeRO-3
-        bad += (~torch.isfinite(getattr(parameter, "ds_tensor", parameter))).sum()
-    dist.all_reduce(bad)
-    if int(bad):
-        raise FloatingPointError(
-            f"step {step}: {int(bad)} weights are NaN or infinite, not saved; {trainer.last_good()}"
-        )
 
 
 def note_error(trainer: Trainer, error: BaseException) -> None:

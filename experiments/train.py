@@ -27,6 +27,7 @@ from experiments.arguments import train_parser
 from experiments.config import (
     Config,
     TrainConfig,
+    check_batch,
     check_resume,
     check_world,
     find_file,
@@ -93,6 +94,11 @@ def engine_settings(
     name = config.train.deepspeed
     if resumed is None:
         return merge_deepspeed(load_deepspeed_config(name), config, world_size, toml_name=toml_name)
+    if args.reshape:
+        check_batch(load_config(resumed.config), read_facts(resumed)["world_size"], config, world_size)
+        if name != load_config(resumed.config).train.deepspeed:
+            return merge_deepspeed(load_deepspeed_config(name), config, world_size, toml_name=toml_name)
+        return merge_deepspeed(batch_left_out(resumed), config, world_size, toml_name=toml_name)
     check_ranks(resumed, world_size)
     own = merge_deepspeed(load_deepspeed_config(resumed.deepspeed), config, world_size, toml_name=toml_name)
     try:
@@ -108,6 +114,13 @@ def engine_settings(
     return own
 
 
+def batch_left_out(run: RunDir) -> dict[str, Any]:
+    """The run's own deepspeed.json without the batch sizes, which a reshaped run divides anew."""
+    sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    own = load_deepspeed_config(run.deepspeed)
+    return {key: value for key, value in own.items() if key not in sizes}
+
+
 def read_settings(args: argparse.Namespace) -> tuple[Config, RunDir | None]:
     """The configuration, and the run to resume (None: a new run).
 
@@ -118,6 +131,8 @@ def read_settings(args: argparse.Namespace) -> tuple[Config, RunDir | None]:
     if args.deepspeed_config:
         overrides.append(f"train.deepspeed={args.deepspeed_config}")
     if args.resume is None:
+        if args.reshape:
+            raise ValueError("--reshape fits a run that is there to another shape: it needs --resume NAME")
         check_new(args.runs_dir, args.name)
         return load_config(args.config or "tiny.toml", overrides), None
     name = args.resume or args.name
@@ -127,7 +142,7 @@ def read_settings(args: argparse.Namespace) -> tuple[Config, RunDir | None]:
         raise ValueError(f"--resume {args.resume} and --name {args.name} name two runs; give one of them")
     run = find(args.runs_dir, name)
     config = load_config(args.config or run.config, overrides)
-    check_resume(load_config(run.config), config)
+    check_resume(load_config(run.config), config, reshape=args.reshape)
     return config, run
 
 
@@ -136,6 +151,7 @@ def _run_rank(args: argparse.Namespace) -> int:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # DeepSpeed still calls collectives by names that this torch has renamed
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    from experiments.moving import FrozenParameterError
     from moe import NonFiniteRouterError
     from moe.watch import RankLostError
 
@@ -152,6 +168,10 @@ def _run_rank(args: argparse.Namespace) -> int:
     except RankLostError as error:
         sys.stderr.write(f"counterpoise: error: {error}\n")  # the trace of a victim says nothing
         return EXIT_RANK_LOST
+    except FrozenParameterError as error:
+        if rank == 0:
+            print(f"counterpoise: error: {error}", file=sys.stderr)
+        return EXIT_FAILED
     except Exception:
         traceback.print_exc()
         return EXIT_FAILED
@@ -218,17 +238,21 @@ def run_steps(trainer: "Trainer", start: int, stop: Any) -> int:
     """Optimizer steps start+1 .. train.steps, with everything that happens between them."""
     from experiments import session
     from experiments.evaluate import bits_per_token
+    from experiments.moving import Moving
     from experiments.progress import Progress
     from moe.naming import phase
 
     train, job = trainer.config.train, trainer.job
     progress = Progress(start, train.steps, shown=job.is_main)
+    moving = Moving(trainer, start, progress.say)
     step = start
     for step in range(start + 1, train.steps + 1):
         trainer.watch.step(step)
         with trainer.timer("step"):
             outcome = train_step(trainer, step, stop.received)
         session.record_step(trainer, outcome, progress)
+        with phase("sample"), trainer.watch.guard("check of the updates"):
+            moving.after(step)
         last = step == train.steps or outcome.stop
         if _due(step, train.valid_every, last and not outcome.stop):
             with trainer.naming(step), phase("eval"), trainer.watch.guard("validation"):

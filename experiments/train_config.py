@@ -49,9 +49,19 @@ class TrainConfig:
     )
     deepspeed: str = field(
         default="zero1.json",
-        metadata={"help": "DeepSpeed's JSON (ZeRO stage, offload...): a path, or a packaged zero0..3.json"},
+        metadata={
+            "help": "DeepSpeed's JSON (ZeRO stage, offload...): a path, or a packaged zero0..3.json, "
+            "zero2_offload.json, zero3_offload.json"
+        },
     )
     seed: int = field(default=0, metadata={"help": "seed of the initial weights; 0 or more"})
+    init: str = field(
+        default="",
+        metadata={
+            "help": "weights to start from: a folder of `counterpoise weights import` or `upcycle`, or a "
+            'model.safetensors of a checkpoint; "" = drawn from the seed'
+        },
+    )
     log_every: int = field(default=10, metadata={"help": "optimizer steps between two lines of metrics; 10"})
     valid_every: int = field(
         default=100, metadata={"help": "optimizer steps between two validations; 100, 0 = only at the end"}

@@ -24,24 +24,37 @@ from moe.topology import Topology
 
 
 class Attention(nn.Module):
-    """Causal multi-head attention with rotary positions (Su et al., RoFormer, section 3.4)."""
+    """Causal multi-head attention with rotary positions (Su et al., RoFormer, section 3.4).
+
+    Query heads may share the heads of keys and values (grouped-query attention, Ainslie et al., GQA): the
+    first num_heads / num_kv_heads of them the first one, and so on. `qkv` has the rows of all queries, then
+    of all keys, then of all values.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.num_heads, self.rope_base = config.num_heads, config.rope_base
-        self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=False)
-        self.out = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.num_heads, self.kv_heads, self.head = config.num_heads, config.kv_heads, config.head_width
+        self.rope_base = config.rope_base
+        inner = self.num_heads * self.head
+        self.qkv = nn.Linear(config.d_model, inner + 2 * self.kv_heads * self.head, bias=False)
+        self.out = nn.Linear(inner, config.d_model, bias=False)
+        self.q_norm = nn.RMSNorm(self.head, eps=config.norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(self.head, eps=config.norm_eps) if config.qk_norm else None
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         """[B, S, D] -> [B, S, D]."""
-        batch, length, width = x_BSD.shape
-        head = width // self.num_heads
-        q, k, v = self.qkv(x_BSD).view(batch, length, 3, self.num_heads, head).permute(2, 0, 3, 1, 4)
+        batch, length, _ = x_BSD.shape
+        heads = (self.num_heads, self.kv_heads, self.kv_heads)
+        qkv = self.qkv(x_BSD).view(batch, length, sum(heads), self.head).transpose(1, 2)
+        q, k, v = qkv.split(heads, dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         dtype = torch.promote_types(q.dtype, torch.float32)
-        cos_SH, sin_SH = rotary_angles(length, head, self.rope_base, x_BSD.device, dtype)
+        cos_SH, sin_SH = rotary_angles(length, self.head, self.rope_base, x_BSD.device, dtype)
         q, k = rotate(q, cos_SH, sin_SH), rotate(k, cos_SH, sin_SH)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(batch, length, width))
+        grouped = self.kv_heads != self.num_heads
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return self.out(y.transpose(1, 2).reshape(batch, length, self.num_heads * self.head))
 
 
 def rotary_angles(
@@ -65,9 +78,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, feed_forward: nn.Module) -> None:
         super().__init__()
-        self.norm_1 = nn.RMSNorm(config.d_model, eps=1e-6)
+        self.norm_1 = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.attention = Attention(config)
-        self.norm_2 = nn.RMSNorm(config.d_model, eps=1e-6)
+        self.norm_2 = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.feed_forward = feed_forward
 
     def forward(
@@ -119,7 +132,7 @@ class Transformer(nn.Module):
                     layer_id=layer - config.num_dense_layers,  # the meter's number, without a meter too
                 )
             self.blocks.append(Block(config, feed_forward))
-        self.norm = nn.RMSNorm(config.d_model, eps=1e-6)
+        self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
 
     def forward(
@@ -173,14 +186,18 @@ class Transformer(nn.Module):
                     parameter.fill_(1.0)  # norms
                 elif isinstance(module, Experts):
                     for local, expert in enumerate(homes[module]):
-                        _fill_normal(parameter[local], scale, seed, f"{full_name}.{expert}")
+                        fill_normal(parameter[local], scale, seed, f"{full_name}.{expert}")
                 else:
-                    _fill_normal(parameter, scale, seed, full_name)
+                    fill_normal(parameter, scale, seed, full_name)
 
 
-def _fill_normal(weight: torch.Tensor, scale: float, seed: int, name: str) -> None:
-    """Normal values of deviation scale / sqrt(inputs), embedding, head and gate 0.02; drawn on CPU, so alike
-    everywhere."""
+@torch.no_grad()
+def fill_normal(weight: torch.Tensor, scale: float, seed: int, name: str) -> None:
+    """Fill with what `init_weights` gives a parameter: normal values of deviation scale / sqrt(inputs).
+
+    0.02 for embedding, head and gate. Drawn on CPU, so alike everywhere.
+    weight: changed in place;  scale: factor on the deviation;  name: its full name in the model.
+    """
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
     narrow = name.startswith(("embedding", "head")) or name.endswith("gate.weight")
     std = 0.02 if narrow else scale * weight.shape[-1] ** -0.5
@@ -192,7 +209,8 @@ def count_parameters(config: ModelConfig) -> dict[str, int]:
     moe, width = config.moe, config.d_model
     moe_layers = config.num_layers - config.num_dense_layers
     expert = (3 if moe.activation == "swiglu" else 2) * width * moe.expert_hidden
-    attention = 4 * width * width + 2 * width
+    attention = 2 * width * (config.num_heads + config.kv_heads) * config.head_width + 2 * width
+    attention += 2 * config.head_width * config.qk_norm
     dense = 2 * config.vocab_size * width + width + config.num_layers * attention
     dense += config.num_dense_layers * 3 * width * config.dense_hidden
     dense += moe_layers * (moe.router.num_experts * width + 3 * width * moe.shared_hidden)

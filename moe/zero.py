@@ -19,6 +19,7 @@ code of its forward. What that contract says, as read in its source and checked 
 It is private API: `contract_problems` says what a DeepSpeed at hand lacks, and a test holds it empty.
 """
 
+import math
 from typing import Any
 
 import deepspeed
@@ -33,6 +34,7 @@ from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from torch import nn
 
+from moe import zero_state
 from moe.config import MoEConfig
 from moe.layer import MoELayer
 from moe.topology import Topology
@@ -152,16 +154,34 @@ def make_engine(model: nn.Module, settings: dict[str, Any], weight_decay: float 
         config=settings,
         dist_init_required=False,
     )
+    zero_state.pieces(engine)  # an optimizer that could not be saved is told now, not at the first save
     if engine.zero_optimization_stage() == 0:
         _correct_norm(engine)
+        _undo_first_step(engine.optimizer)
     return engine
+
+
+@torch.no_grad()
+def _undo_first_step(optimizer: Any) -> None:
+    """Take back the step without gradients by which bfloat16's wrapper at stage 0 makes its state.
+
+    It has decayed the master weights by lr * weight_decay, and would put Adam's bias correction one step
+    ahead.
+    """
+    if not hasattr(optimizer, "fp32_groups"):
+        return
+    optimizer.optimizer.state.clear()
+    for parameters, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+        for parameter, master in zip(parameters, masters, strict=True):
+            master.copy_(parameter)
 
 
 def _correct_norm(engine: Any) -> None:
     """Give an engine of stage 0 the gradient norm that other stages have, to report and to clip by.
 
     In float32 DeepSpeed would take the mean of the ranks' norms, only to clip, and report none; in bfloat16
-    it leaves the experts out.
+    it leaves the experts out. Where the norm is not finite, no rank takes the step: float32 would, the clip
+    turning an infinite gradient into NaN weights on the rank that has it, alone.
     """
     take_step, optimizer = engine._take_model_step, engine.optimizer
     # of float32 copies, made within the step
@@ -171,10 +191,14 @@ def _correct_norm(engine: Any) -> None:
         norm = global_norm(engine.module)
         if clip is not None:
             optimizer.unscale_and_clip_grads = lambda _, *more, **named: clip(norm, *more, **named)
-        elif 0 < engine.gradient_clipping() < norm:
-            for parameter in engine.module.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(engine.gradient_clipping() / (norm + 1e-6))
+        else:
+            optimizer.overflow = not math.isfinite(norm)  # the engine counts a skipped step
+            if optimizer.overflow:  # as the other stages: no step on any rank, not even of weight decay
+                engine.zero_grad()
+            elif 0 < engine.gradient_clipping() < norm:
+                for parameter in engine.module.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(engine.gradient_clipping() / (norm + 1e-6))
         taken = take_step(*args, **kwargs)
         engine._global_grad_norm = norm
         return taken

@@ -33,12 +33,21 @@ def test_bfloat16_halves_weights_and_gradients_only():
     assert half.optimizer_bytes == whole.optimizer_bytes
 
 
-def test_activations_are_within_a_third_of_what_autograd_saves():
+@pytest.mark.parametrize(
+    "attention",
+    [
+        [],
+        ["model.num_kv_heads=1"],
+        ["model.head_dim=128"],
+        ["model.head_dim=128", "model.num_kv_heads=1", "model.qk_norm=true"],
+    ],
+    ids=str,
+)
+def test_activations_are_within_a_third_of_what_autograd_saves(attention):
     """Saved tensors of one real forward, each storage once; the estimate must be of that size, not a
     guess."""
-    config = load_config(
-        "tiny.toml", ["train.micro_batch=2", "moe.shared_hidden=64", "model.num_dense_layers=1"]
-    )
+    sizes = ["train.micro_batch=2", "moe.shared_hidden=64", "model.num_dense_layers=1"]
+    config = load_config("tiny.toml", sizes + attention)
     model = Transformer(config.model)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, int] = {}

@@ -13,9 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from safetensors.torch import load_file as load_tensors
 
 from balancer import load_trace
 from experiments.config import TrainConfig, load_config
+from experiments.state_tree import unpack
 from experiments.train import learning_rate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -158,6 +160,91 @@ def test_run_without_a_complete_checkpoint_starts_over_aloud(finished_run, count
     assert "no complete checkpoint: starting from step 0" in done.stdout
     assert_same_run(run, finished_run)
     assert not list((run / "checkpoints").glob("*.partial"))
+
+
+def test_reshaped_run_trains_on_as_if_nothing_had_changed(finished_run, counterpoise, tmp_path):
+    """EP 2 under ZeRO 1 goes on as one rank under ZeRO 3, then as two ranks with an EP size of 1 under 2."""
+    run = copy_run(finished_run, tmp_path)
+    one = ("--ranks", 1, "--set", "train.deepspeed=zero3.json")
+    refused = counterpoise("train", "--resume", "copy", "--reshape", *one, cwd=tmp_path)
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    assert "= 4 sequences a step, but the run has had 8" in refused.stderr, refused.stderr
+    assert "use --set train.micro_batch=2 --set train.accumulation=4" in refused.stderr, refused.stderr
+    four = ("--set", "train.accumulation=4", *one)
+    done = counterpoise("train", "--resume", "copy", "--reshape", *four, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ranks: 1 = EP 1 x EDP 1, ZeRO 3" in done.stdout
+    assert_alike(run, finished_run)
+    assert load_config(run / "config.toml").train.accumulation == 4
+    shutil.rmtree(run / "checkpoints" / "step-00000006")
+    split = ("--ranks", 2, "--set", "train.ep_size=1", "--set", "train.deepspeed=zero2.json")
+    back = (*split, "--set", "train.accumulation=2")
+    done = counterpoise("train", "--resume", "copy", "--reshape", *back, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ranks: 2 = EP 1 x EDP 2, ZeRO 2" in done.stdout
+    assert_alike(run, finished_run)
+
+
+def assert_alike(run: Path, whole: Path) -> None:
+    """Equal to rounding: sums over ranks and micro-batches are made in another order."""
+    for step, values in losses(whole).items():
+        assert losses(run)[step] == pytest.approx(values, rel=1e-5), step
+    ours, theirs = load_trace(run / "loads"), load_trace(whole / "loads")
+    np.testing.assert_array_equal(ours.tokens_per_expert_WLE.sum(2), theirs.tokens_per_expert_WLE.sum(2))
+    assert abs(ours.tokens_per_expert_WLE - theirs.tokens_per_expert_WLE).sum() <= 8, "a near-tie or two"
+
+
+WITH_LOOP = """
+import sys
+import numpy as np
+import torch
+from experiments import session, train
+
+class Loop:
+    def __init__(self):
+        self.state = {"calls": 0, "steps": np.zeros(0, np.int64), "deep": [torch.zeros(2), None]}
+    def state_dict(self):
+        return self.state
+    def load_state_dict(self, state):
+        self.state = state
+    def update(self, step):
+        self.state["calls"] += 1
+        self.state["steps"] = np.append(self.state["steps"], step)
+        self.state["deep"][0] += step
+
+build, record_step = session.build, session.record_step
+
+def with_loop(*args):
+    trainer = build(*args)
+    trainer.loops["counter"] = Loop()
+    return trainer
+
+def counting(trainer, outcome, progress):
+    trainer.loops["counter"].update(outcome.sample.step)
+    record_step(trainer, outcome, progress)
+
+session.build, session.record_step = with_loop, counting
+sys.exit(train.main())
+"""
+
+
+def test_the_state_of_a_registered_loop_is_saved_and_taken_back(rank_env, counterpoise, small_toml, tmp_path):
+    (tmp_path / "with_loop.py").write_text(WITH_LOOP)
+    env = {**rank_env, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    options = {"cwd": tmp_path, "env": env, "capture_output": True, "text": True, "timeout": 120}
+    new = ["--config", str(small_toml), "--name", "loop", "--set", "train.steps=3"]
+    for arguments in (new, ["--resume", "loop", "--set", "train.steps=5"]):
+        script = f"from experiments.launch import launch; exit(launch({arguments}, 2, module='with_loop'))"
+        done = subprocess.run([sys.executable, "-c", script], check=False, **options)
+        assert done.returncode == 0, done.stdout + done.stderr
+    path = tmp_path / "runs" / "loop" / "checkpoints" / "step-00000005"
+    packed = json.loads((path / "run.json").read_text())["loops"]["counter"]
+    state = unpack(packed, load_tensors(path / "loops.safetensors"))
+    assert (state["calls"], state["steps"].tolist()) == (5, [1, 2, 3, 4, 5])
+    assert (state["deep"][0].tolist(), state["deep"][1]) == ([15.0, 15.0], None)
+    done = counterpoise("train", "--resume", "loop", "--set", "train.steps=6", cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "has the state of the loops ['counter'], and this run has []" in done.stderr
 
 
 def test_ctrl_c_saves_and_says_how_to_resume(counterpoise, rank_env, small_toml, tmp_path):
@@ -470,6 +557,42 @@ def test_a_gradient_that_is_not_finite_ends_the_run_before_it_is_saved(
     assert [path.name for path in (tmp_path / "runs" / "nan" / "checkpoints").iterdir()] == ["step-00000003"]
     for name, value in weights(tmp_path / "runs" / "nan").items():
         assert np.isfinite(value).all(), name
+
+
+SWAPPED = """
+import sys
+import torch
+from experiments import session, train
+
+build = session.build
+
+def swapped(*args):
+    trainer = build(*args)
+    trainer.model.head = torch.nn.Linear(32, 256, bias=False)
+    return trainer
+
+session.build = swapped
+sys.exit(train.main())
+"""
+
+
+@pytest.mark.parametrize(("steps", "every"), [(12, 0), (3, 2)], ids=["check", "save"])
+def test_modules_swapped_behind_the_optimizer_are_named(rank_env, small_toml, tmp_path, steps, every):
+    """They would stay as they were drawn: told after 10 steps, or by the first save before that."""
+    (tmp_path / "swapped.py").write_text(SWAPPED)
+    arguments = ["--config", str(small_toml), "--name", "swapped", "--set", f"train.steps={steps}"]
+    arguments += ["--set", f"train.checkpoint_every={every}", "--set", "train.valid_every=0"]
+    script = f"from experiments.launch import launch; exit(launch({arguments}, 2, module='swapped'))"
+    env = {**rank_env, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    options = {"capture_output": True, "text": True, "timeout": 120, "check": False}
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=env, **options)
+    assert done.returncode == 1, done.stdout + done.stderr
+    if every == 0:
+        message = r"error: step 10: 1 trainable parameters are as they were at the start: head.weight. Either"
+        assert "Traceback" not in done.stderr, done.stderr
+    else:
+        message = r"head.weight are trainable, and the engine's optimizer does not have them"
+    assert re.search(message, done.stderr), done.stderr
 
 
 # ---- the schedule ---------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from routing import RouterConfig
 VOCAB, WIDTH, HEADS, EXPERTS, TOP_K, HIDDEN, DENSE, SEQ = 19, 12, 3, 8, 2, 14, 10, 9
 
 
-def config(num_layers=3, num_dense_layers=1, shared=0, **router) -> ModelConfig:
+def config(num_layers=3, num_dense_layers=1, shared=0, attention=None, **router) -> ModelConfig:
     shape = {"d_model": WIDTH, "num_experts": EXPERTS, "top_k": TOP_K}
     return ModelConfig(
         moe=MoEConfig(router=RouterConfig(**shape | router), expert_hidden=HIDDEN, shared_hidden=shared),
@@ -24,6 +24,7 @@ def config(num_layers=3, num_dense_layers=1, shared=0, **router) -> ModelConfig:
         num_heads=HEADS,
         dense_hidden=DENSE,
         seq_len=SEQ,
+        **attention or {},
     )
 
 
@@ -130,6 +131,9 @@ def test_a_sequence_longer_than_the_config_is_refused():
         {"num_layers": 4, "num_dense_layers": 3},
         {"shared": 6},
         {"num_dense_layers": 2, "shared": 5, "num_experts": 4, "top_k": 3},
+        {"attention": {"num_kv_heads": 1}},
+        {"attention": {"head_dim": 10, "num_kv_heads": 1, "qk_norm": True}},
+        {"num_dense_layers": 3},
     ],
     ids=str,
 )
@@ -241,3 +245,85 @@ def test_different_seeds_give_different_weights():
     for name, weight in first.items():
         if weight.ndim > 1:
             assert not torch.equal(weight, second[name]), name
+
+
+def test_the_default_model_is_the_one_it_was():
+    """Names, weights and logits, written down before attention got its options: checkpoints stay readable."""
+    moe = MoEConfig(
+        router=RouterConfig(d_model=16, num_experts=4, top_k=2), expert_hidden=12, shared_hidden=6
+    )
+    shape = {"vocab_size": 32, "num_layers": 2, "num_dense_layers": 1, "d_model": 16, "num_heads": 2}
+    model = Transformer(ModelConfig(moe=moe, dense_hidden=20, seq_len=8, **shape))
+    model.init_weights(7)
+    state = model.state_dict()
+    assert [name for name in state if ".attention." in name] == [
+        f"blocks.{n}.attention.{leaf}.weight" for n in (0, 1) for leaf in ("qkv", "out")
+    ]
+    ends = {
+        "blocks.0.attention.qkv.weight": [0.4053735, -0.0710774],
+        "blocks.1.attention.out.weight": [-0.0971555, 0.0935778],
+        "blocks.1.feed_forward.router.gate.weight": [0.0018556, -0.0096598],
+        "blocks.1.feed_forward.experts.w2": [-0.144232, 0.0180061],
+        "head.weight": [0.0336812, 0.0154501],
+    }
+    for name, end in ends.items():
+        torch.testing.assert_close(state[name].flatten()[-2:].tolist(), end, rtol=0, atol=1e-6)
+    logits = model.eval()(torch.arange(16).view(2, 8))
+    want = [0.06346377730369568, -0.01465267688035965, -0.0683741420507431, -0.02608785778284073]
+    last = [-0.10463514924049377, -0.10437092185020447, 0.058556634932756424, 0.012322932481765747]
+    # the same bits where they were written down; other processors draw and sum with other rounding
+    torch.testing.assert_close(logits[0, 0, :4].tolist(), want, rtol=0, atol=1e-6)
+    torch.testing.assert_close(logits[1, 7, :4].tolist(), last, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_attention_is_the_formula_head_by_head(kv_heads, qk_norm):
+    """Query head h with key head h // (heads / kv_heads), norms ahead of the rotation, in plain loops."""
+    heads, head, length = 4, 6, 5
+    options = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head, "qk_norm": qk_norm}
+    torch.manual_seed(0)
+    moe = MoEConfig(router=RouterConfig(d_model=WIDTH))
+    attention = Attention(ModelConfig(d_model=WIDTH, moe=moe, norm_eps=1e-3, **options)).double()
+    if qk_norm:
+        for norm in (attention.q_norm, attention.k_norm):
+            torch.nn.init.normal_(norm.weight, 1.0, 0.5)
+    x = torch.randn(1, length, WIDTH, dtype=torch.float64)
+    q_rows, k_rows, v_rows = attention.qkv.weight.split([heads * head, kv_heads * head, kv_heads * head])
+    cos, sin = rotary_angles(length, head, 10000.0, torch.device("cpu"), torch.float64)
+
+    def project(rows, number, norm):
+        y = x[0] @ rows[number * head : (number + 1) * head].T
+        if norm is not None:
+            y = y / (y.square().mean(1, keepdim=True) + 1e-3).sqrt() * norm.weight
+        return y
+
+    outputs = []
+    for number in range(heads):
+        shared = number // (heads // kv_heads)
+        q = rotate(project(q_rows, number, attention.q_norm), cos, sin)
+        k = rotate(project(k_rows, shared, attention.k_norm), cos, sin)
+        scores = (q @ k.T / head**0.5).masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+        outputs.append(scores.softmax(1) @ project(v_rows, shared, None))
+    want = torch.cat(outputs, dim=1) @ attention.out.weight.T
+    torch.testing.assert_close(attention(x)[0], want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{"num_kv_heads": 1}, {"head_dim": 10, "qk_norm": True}], ids=str)
+def test_every_parameter_of_attention_gets_a_gradient(options):
+    model, tokens = make_model(attention=options), text()
+    sum(losses_of(model, tokens)).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.any(), name
+
+
+def test_the_norms_take_the_eps_of_the_config():
+    model = make_model(attention={"norm_eps": 1e-2, "qk_norm": True})
+    norms = [m for m in model.modules() if isinstance(m, torch.nn.RMSNorm)]
+    assert len(norms) == 3 * 4 + 1 and {norm.eps for norm in norms} == {1e-2}
+
+
+def test_a_model_without_experts_runs():
+    model = make_model(num_dense_layers=3)
+    ce_sum, aux_sum = losses_of(model, text())
+    assert torch.isfinite(ce_sum) and float(aux_sum) == 0

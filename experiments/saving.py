@@ -1,0 +1,181 @@
+"""Saving: what a checkpoint of a training run holds, written by all ranks, and read back at any shape.
+
+    step-00000100/
+      state/rank-0.safetensors    master weights and moments that rank 0 keeps, and so on (moe/shards.py)
+      random/rank-0.safetensors   random state of each rank
+      buffers.safetensors         router bias and other buffers of the model
+      loops.safetensors           arrays of the registered loops' states
+      run.json                    steps, learning rates, scheduler, data position, rest of the loops' states
+      model.safetensors           the whole model, all experts in logical order (train.export)
+      manifest.json               written last (experiments/checkpoint.py)
+
+No file is a pickle. States are stored by intervals of whole parameters, so that another number of ranks,
+EP size or ZeRO stage reads the same files.
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from experiments import checkpoint, state_tree
+from experiments.checkpoint import Checkpoint
+from experiments.config import Config
+from experiments.job import decide_on_main, do_on_all
+from experiments.rundir import write_whole
+from moe import shards, zero, zero_state
+
+if TYPE_CHECKING:
+    from experiments.session import Trainer
+
+RUN = "run.json"
+BUFFERS = "buffers.safetensors"
+LOOPS = "loops.safetensors"
+
+
+class Stateful(Protocol):
+    """A loop around the training whose state belongs into a checkpoint, the same on every rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers, texts, arrays and tensors, in dicts, lists and tuples."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what state_dict gave."""
+        ...
+
+
+# ---- writing --------------------------------------------------------------------------------------------
+
+
+def save(trainer: "Trainer", step: int) -> Path:
+    """Write the checkpoint of a step: all ranks into a folder aside, which rank 0 lists, syncs and
+    renames."""
+    job = trainer.job
+    check_finite(trainer, step)
+    aside = decide_on_main(job, lambda: _begin(trainer, step))
+    do_on_all(job, lambda: _write_rank(trainer, aside))
+    if trainer.config.train.export:
+        weights = zero.gather_weights(trainer.model, job.topology)
+        decide_on_main(job, lambda: save_file(weights or {}, aside / checkpoint.WEIGHTS))
+    dist.barrier()
+
+    def finish() -> Path:
+        assert trainer.records is not None, "rank 0 opens the records before the first step"
+        trainer.records.sync()  # first what the checkpoint's step has in the records, then the checkpoint
+        path = checkpoint.finish(aside, step, job.world_size, trainer.config.train.keep_checkpoints)
+        trainer.records.event(step, "checkpoint", path=path.name)
+        return path
+
+    return decide_on_main(job, finish)
+
+
+def _begin(trainer: "Trainer", step: int) -> Path:
+    """Make the folder, and write what is the same on all ranks."""
+    aside = checkpoint.begin(trainer.run, step)
+    (aside / "state").mkdir()
+    (aside / "random").mkdir()
+    save_file(_buffers(trainer), aside / BUFFERS)
+    arrays: dict[str, torch.Tensor] = {}
+    loops = {name: state_tree.pack(loop.state_dict(), name, arrays) for name, loop in trainer.loops.items()}
+    save_file(arrays, aside / LOOPS)
+    facts = {
+        "step": step,
+        "engine": zero_state.counters(trainer.engine),
+        "data": {
+            "next_step": step + 1,
+            "sequences_per_step": sequences(trainer.config, trainer.job.world_size),
+        },
+        "loops": loops,
+    }
+    write_whole(aside / RUN, json.dumps(facts, indent=1) + "\n")
+    return aside
+
+
+def _write_rank(trainer: "Trainer", aside: Path) -> None:
+    rank = trainer.job.rank
+    shards.save(trainer.engine, aside / "state" / f"rank-{rank}.safetensors")
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    save_file(state, aside / "random" / f"rank-{rank}.safetensors")
+
+
+def _buffers(trainer: "Trainer") -> dict[str, torch.Tensor]:
+    """Buffers that the model saves, as they are."""
+    saved = trainer.model.state_dict().keys()
+    found = trainer.model.named_buffers()
+    return {name: value.detach().to("cpu", copy=True) for name, value in found if name in saved}
+
+
+def sequences(config: Config, world_size: int) -> int:
+    """Sequences in the batch of one optimizer step, over all ranks."""
+    return config.train.micro_batch * config.train.accumulation * world_size
+
+
+@torch.no_grad()
+def check_finite(trainer: "Trainer", step: int) -> None:
+    """Raise FloatingPointError on all ranks where any weight is NaN or infinite: that is nothing to save."""
+    bad = torch.zeros((), dtype=torch.int64, device=trainer.job.device)
+    for parameter in trainer.model.parameters():  # ds_tensor: this rank's part under ZeRO-3
+        bad += (~torch.isfinite(getattr(parameter, "ds_tensor", parameter))).sum().to(bad.device)
+    dist.all_reduce(bad)
+    if int(bad):
+        raise FloatingPointError(
+            f"step {step}: {int(bad)} weights are NaN or infinite, not saved; {trainer.last_good()}"
+        )
+
+
+# ---- reading --------------------------------------------------------------------------------------------
+
+
+def load(trainer: "Trainer", found: Checkpoint) -> None:
+    """Bring the trainer to where the checkpoint was saved, whatever shape it had. Collective.
+
+    Raises ValueError on every rank where the checkpoint is of another model, batch or set of loops.
+    """
+    facts = do_on_all(trainer.job, lambda: _read_facts(trainer, found))
+    files = [found.path / "state" / f"rank-{rank}.safetensors" for rank in range(found.world_size)]
+    shards.load(trainer.engine, files)
+    zero_state.set_counters(trainer.engine, facts["engine"])
+    buffers = dict(trainer.model.named_buffers())
+    for name, value in load_file(found.path / BUFFERS).items():
+        buffers[name].copy_(value)
+    arrays = load_file(found.path / LOOPS)
+    for name, loop in trainer.loops.items():
+        loop.load_state_dict(state_tree.unpack(facts["loops"][name], arrays))
+    _load_random(trainer, found)
+
+
+def _read_facts(trainer: "Trainer", found: Checkpoint) -> dict[str, Any]:
+    """run.json, checked against the run as it is now."""
+    facts = json.loads((found.path / RUN).read_text(encoding="utf-8"))
+    had = facts["data"]["sequences_per_step"]
+    have = sequences(trainer.config, trainer.job.world_size)
+    if had != have:
+        raise ValueError(f"{found.path} was trained with {had} sequences a step, and this run takes {have}")
+    for what, now, saved in (
+        ("loops", trainer.loops.keys(), facts["loops"].keys()),
+        ("buffers", _buffers(trainer).keys(), load_file(found.path / BUFFERS).keys()),
+    ):
+        if now != saved:
+            raise ValueError(
+                f"{found.path} has the state of the {what} {sorted(saved)}, and this run has {sorted(now)}; "
+                "resume it with the same ones"
+            )
+    return facts
+
+
+def _load_random(trainer: "Trainer", found: Checkpoint) -> None:
+    """Each rank's own random state; on another number of ranks a new one for each, by step and rank."""
+    job = trainer.job
+    if job.world_size != found.world_size:
+        torch.manual_seed((found.step << 20) + job.rank)
+        return
+    state = load_file(found.path / "random" / f"rank-{job.rank}.safetensors")
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
