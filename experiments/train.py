@@ -70,9 +70,11 @@ def num_ranks(args: argparse.Namespace, resumed: RunDir | None) -> int:
 
     Raises ValueError for less than one, and for more than there are GPUs.
     """
-    import torch
+    gpus = 0
+    if os.environ.get("DS_ACCELERATOR") != "cpu":
+        import torch
 
-    gpus = torch.cuda.device_count() if os.environ.get("DS_ACCELERATOR") != "cpu" else 0
+        gpus = torch.cuda.device_count()
     ranks = args.ranks
     if ranks is None:
         ranks = read_facts(resumed).get("world_size", 2) if resumed else gpus or 2

@@ -27,6 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe.exchange import LoopbackExchange, LoopbackWorld
 
+# the compiler's modules because an engine imports them, compiled or not, and that takes each rank two seconds
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "torch._inductor.compile_fx", "numpy"]
+
 
 class RankFailedError(AssertionError):
     """A rank raised, died or did not end in time; the message has its number and its own traceback."""
@@ -42,12 +45,12 @@ def run_ranks(
     """Call fn(rank, world, *args) on `world` ranks of gloo and return the results in rank order.
 
     fn: a function of a module or test file (found again by file and name);  args, results: picklable, tensors
-    by value as numpy or lists;  env: variables of the ranks. Ranks start by forkserver with torch preloaded
+    by value as numpy or lists;  env: variables of the ranks. Ranks start by forkserver with PRELOADED modules
     and have one thread each. The default process group is up when fn runs. Raises RankFailedError where a
     rank raises, dies or is not done after timeout_s seconds.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+    context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         results: Any = context.SimpleQueue()
         where = (fn.__code__.co_filename, fn.__module__, fn.__qualname__)

@@ -19,6 +19,7 @@ code of its forward. What that contract says, as read in its source and checked 
 It is private API: `contract_problems` says what a DeepSpeed at hand lacks, and a test holds it empty.
 """
 
+import importlib
 import math
 from typing import Any
 
@@ -32,6 +33,7 @@ from deepspeed.checkpoint.autoep_affine import (
 )
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.runtime import compiler
 from torch import nn
 
 from moe import zero_state
@@ -148,6 +150,7 @@ def make_engine(model: nn.Module, settings: dict[str, Any], weight_decay: float 
     trainable = sum(p.requires_grad for p in model.parameters())
     if grouped != trainable:
         raise ValueError(f"{grouped} of {trainable} trainable parameters have an optimizer group; all must")
+    _import_muon()
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=groups,  # pyright: ignore[reportArgumentType]  its annotation is wrong
@@ -159,6 +162,19 @@ def make_engine(model: nn.Module, settings: dict[str, Any], weight_decay: float 
         _correct_norm(engine)
         _undo_first_step(engine.optimizer)
     return engine
+
+
+def _import_muon() -> None:
+    """Import DeepSpeed's Muon, as every engine does, without torch's compiler: that would take a second a
+    rank."""
+    compile_factory = compiler.compile
+    compiler.compile = lambda *_, **__: lambda function: function
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    except ImportError:
+        pass  # another DeepSpeed: it imports what it needs
+    finally:
+        compiler.compile = compile_factory
 
 
 @torch.no_grad()

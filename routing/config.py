@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
-from routing.forced import log_shares
+from routing.shares import log_shares
 
 SCORES = ("softmax", "sigmoid")
 BALANCE_SCOPES = ("local", "sequence", "global", "previous", "running")

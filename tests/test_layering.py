@@ -108,10 +108,11 @@ class _Imports(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> None:
         called = ast.unparse(node.func).rpartition(".")[2]
         if called in ("import_module", "__import__") and node.args:
-            if isinstance(node.args[0], ast.Constant):
-                self._add(node, str(node.args[0].value))
-            else:
-                self._add(node, f"<{ast.unparse(node.args[0])}>")
+            name = node.args[0]
+            if isinstance(name, ast.JoinedStr) and "." in str(getattr(name.values[0], "value", "")):
+                name = name.values[0]  # f"package.{module}": the package stands there
+            constant = isinstance(name, ast.Constant)
+            self._add(node, str(name.value) if constant else f"<{ast.unparse(name)}>")
         self.generic_visit(node)
 
 
@@ -173,6 +174,8 @@ def test_tests_hold_no_init_file_that_would_shadow_a_package():
         ("moe/meter.py", "import importlib\nimportlib.import_module('balancer')", "balancer"),
         ("moe/meter.py", "m = __import__(name)", "<name>"),
         ("moe/testing.py", "m = import_module(other)", "<other>"),
+        ("moe/meter.py", "m = import_module(f'balancer.{name}')", "balancer"),
+        ("moe/meter.py", "m = import_module(f'{name}')", "<f'{name}'>"),
         ("balancer/loop.py", "from typing_extensions import override", "typing_extensions"),
         ("balancer/loop.py", "import torch", "torch"),
         ("balancer/loop.py", "def f():\n    import torch", "torch"),
@@ -205,6 +208,7 @@ def test_a_forbidden_import_is_found(path, source, imported):
             "import numpy\nfrom torch import nn\nfrom . import permute\nfrom routing import Router",
         ),
         ("moe/zero.py", "import deepspeed"),
+        ("moe/__init__.py", "def f():\n    return import_module(f'moe.{name}')"),
         ("moe/kernels.py", "def f():\n    import numba"),
         ("balancer/split.py", "import numpy as np\ndef f():\n    import numba"),
         ("balancer/split.py", "if TYPE_CHECKING:\n    import numba\nelse:\n    import numpy"),

@@ -1,4 +1,11 @@
-"""The global gradient norm under DeepSpeed's engine: every expert once, at every stage, and clipped alike."""
+"""The global gradient norm under DeepSpeed's engine: every expert once, at every stage, and clipped alike.
+
+A gradient that is not finite leads to the same decision on all ranks.
+"""
+
+import functools
+import math
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -10,6 +17,25 @@ from moe.testing import run_ranks
 from routing import RouterConfig
 
 VOCAB, SEQ, BATCH, LR = 19, 12, 2, 0.5
+SPOILED = "blocks.0.feed_forward.experts.w2"
+
+
+class Case(NamedTuple):
+    """One engine: gradient_clipping, and the rank and value of one expert element's gradient in step 1."""
+
+    stage: int
+    dtype: str
+    clip: float = 0.0
+    spoiled: tuple[int, float] | None = None
+
+
+class Outcome(NamedTuple):
+    """What one rank has seen: norms and skipped steps as reported, step by step; weights before and after."""
+
+    norms: list
+    skipped: list
+    update: float | None
+    weights: list
 
 
 def config() -> ModelConfig:
@@ -55,32 +81,63 @@ def fill(model: Transformer) -> None:
 
 
 def engines_rank(rank, world, ep_size, cases):
-    """Norm as reported, norm of the update, and the dense weights after one step, for several engines."""
+    """An Outcome for each of several engines; those with a spoiled gradient take a second step without."""
     from moe import zero
 
     zero.init_distributed("gloo")
     topology = Topology(world_size=world, ep_size=ep_size, rank=rank)
     groups = make_groups(topology)
-    found = []
-    for stage, dtype, clip in cases:
-        model = Transformer(config(), topology, groups=groups, layer_class=zero.ZeroMoELayer)
-        fill(model)
-        engine = zero.make_engine(model, settings(stage, world, dtype, clip))
-        before = zero.gather_weights(model, topology)
+    return [tuple(engine_steps(rank, topology, groups, Case(*case))) for case in cases]
+
+
+def engine_steps(rank, topology, groups, case) -> Outcome:
+    from moe import zero
+
+    world = topology.world_size
+    model = Transformer(config(), topology, groups=groups, layer_class=zero.ZeroMoELayer)
+    fill(model)
+    hook = spoil(model, case.spoiled[1]) if case.spoiled and case.spoiled[0] == rank else None
+    engine = zero.make_engine(model, settings(case.stage, world, case.dtype, case.clip))
+    norms, skipped, weights, update = [], [], [held_weights(model)], None
+    before = zero.gather_weights(model, topology)
+    for step in range(2 if case.spoiled else 1):
         batch = micro_batch(rank)
         ce_sum, aux_sum = engine(batch[:, :-1], batch[:, 1:])
         engine.backward((ce_sum + aux_sum) / (world * BATCH * SEQ) * world)
         engine.step()
-        after = zero.gather_weights(model, topology)
-        update = None
-        if before is not None and after is not None:
-            changes = [(before[n].double() - after[n].double()) / LR for n, _ in model.named_parameters()]
-            update = float(sum(change.square().sum() for change in changes)) ** 0.5
-        dense = {
-            n: p.detach().float().numpy().copy() for n, p in model.named_parameters() if "experts" not in n
-        }
-        found.append((float(engine.get_global_grad_norm()), update, dense))
-    return found
+        norms.append(float(engine.get_global_grad_norm()))
+        skipped.append(engine.skipped_steps)
+        weights.append(held_weights(model))
+        if step == 0 and hook is not None:
+            hook.remove()
+    after = zero.gather_weights(model, topology)
+    if before is not None and after is not None:
+        changes = [(before[n].double() - after[n].double()) / LR for n, _ in model.named_parameters()]
+        update = float(sum(change.square().sum() for change in changes)) ** 0.5
+    engine.destroy()
+    return Outcome(norms, skipped, update, weights)
+
+
+def spoil(model: Transformer, value: float):
+    """Put the value into one element of an expert's gradient, from now on."""
+
+    def spoiled(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        gradient[-1, 0, 0] = value
+        return gradient
+
+    return dict(model.named_parameters())[SPOILED].register_hook(spoiled)
+
+
+def held_weights(model: Transformer) -> dict[str, np.ndarray]:
+    """The weights that this rank computes with, whole also under ZeRO-3."""
+    import deepspeed
+
+    weights = {}
+    for name, parameter in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter]):
+            weights[name] = parameter.detach().float().numpy().copy()
+    return weights
 
 
 def reference_norm(world: int) -> float:
@@ -96,23 +153,72 @@ def reference_norm(world: int) -> float:
     return sum(squares.values()) ** 0.5
 
 
+def clipped_cases(world: int) -> list[Case]:
+    clip = reference_norm(world) / 2
+    return [Case(stage, dtype, clip) for stage in range(4) for dtype in DTYPES] + [Case(0, "float32")]
+
+
+def spoiled_cases() -> list[Case]:
+    """NaN and inf, on a rank whose experts have rows and on one whose have none; with and without a clip."""
+    values = [(0, math.nan), (1, math.nan), (0, math.inf), (1, math.inf)]
+    return [
+        Case(stage, dtype, 1.0 if (stage + number) % 2 else 0.0, values[(stage + number) % 4])
+        for number, dtype in enumerate(DTYPES)
+        for stage in range(4)
+    ]
+
+
+DTYPES = ("float32", "bfloat16")
+SHAPES = pytest.mark.parametrize(("world", "ep_size"), [(2, 2), (4, 2)])
+
+
+@functools.cache
+def outcomes(world: int, ep_size: int) -> dict[Case, list[Outcome]]:
+    """Of every rank, for every case: run once, for the ranks' start costs as much as several engines."""
+    cases = clipped_cases(world) + spoiled_cases()
+    everybody = run_ranks(engines_rank, world, ep_size, [tuple(case) for case in cases], timeout_s=180)
+    return {case: [Outcome(*rank[number]) for rank in everybody] for number, case in enumerate(cases)}
+
+
 @pytest.mark.dist
 @pytest.mark.deepspeed
-@pytest.mark.parametrize(("world", "ep_size"), [(2, 2), (4, 2)])
+@SHAPES
 def test_the_norm_counts_every_expert_once_and_clips_all_ranks_alike(world, ep_size):
     wanted = reference_norm(world)
-    clip = wanted / 2
-    cases = [(stage, "float32", clip) for stage in (0, 1, 2, 3)] + [(0, "float32", 0.0)]
-    cases += [(stage, "bfloat16", clip) for stage in (0, 1)]
-    everybody = run_ranks(engines_rank, world, ep_size, cases, timeout_s=180)
-    for number, (stage, dtype, limit) in enumerate(cases):
-        norms = [outcomes[number][0] for outcomes in everybody]
-        rel = 1e-5 if dtype == "float32" else 2e-2  # gradients of bfloat16 weights, rounded themselves
-        assert norms == [pytest.approx(wanted, rel=rel)] * world, (stage, dtype)
+    for case in clipped_cases(world):
+        found = outcomes(world, ep_size)[case]
+        rel = 1e-5 if case.dtype == "float32" else 2e-2  # gradients of bfloat16 weights, rounded themselves
+        norms = [outcome.norms[0] for outcome in found]
+        assert norms == [pytest.approx(wanted, rel=rel)] * world, case
         assert len(set(norms)) == 1, "the same number on every rank"
-        update = everybody[0][number][1]
-        assert update == pytest.approx(limit or wanted, rel=max(rel, 1e-4)), (stage, dtype)
-        if stage < 3:
-            for outcomes in everybody[1:]:
-                for name, weight in everybody[0][number][2].items():
-                    np.testing.assert_array_equal(outcomes[number][2][name], weight, err_msg=name)
+        assert found[0].update == pytest.approx(case.clip or wanted, rel=max(rel, 1e-4)), case
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@SHAPES
+def test_after_clip_and_step_dense_weights_are_equal_on_all_ranks_and_experts_in_their_copies(world, ep_size):
+    for case in clipped_cases(world):
+        found = outcomes(world, ep_size)[case]
+        for rank in range(1, world):
+            for name, weight in found[rank].weights[-1].items():
+                other = rank % ep_size if "experts" in name else 0
+                np.testing.assert_array_equal(weight, found[other].weights[-1][name], f"{case} {name}")
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@SHAPES
+def test_one_gradient_that_is_not_finite_is_reported_and_its_step_left_out_on_all_ranks(world, ep_size):
+    """DeepSpeed reports inf for NaN too at stages 1 to 3. The next step starts from the weights of before."""
+    for case in spoiled_cases():
+        found = outcomes(world, ep_size)[case]
+        for outcome in found:
+            assert not math.isfinite(outcome.norms[0]), case
+            assert outcome.skipped == [1, 1], case
+            for name, weight in outcome.weights[1].items():
+                np.testing.assert_array_equal(weight, outcome.weights[0][name], f"{case} {name}")
+        rel = 1e-5 if case.dtype == "float32" else 2e-2
+        second = [outcome.norms[1] for outcome in found]
+        assert second == [pytest.approx(reference_norm(world), rel=rel)] * world, case
+        assert any((found[0].weights[2][n] != w).any() for n, w in found[0].weights[1].items()), case

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from experiments.config import load_config, to_toml
 from routing import ForcedSelection, Router, RouterConfig
-from routing.forced import log_shares
+from routing.shares import log_shares
 
 TOKENS, EXPERTS, TOP_K, WIDTH = 13, 7, 3, 5
 MANY = 20000
