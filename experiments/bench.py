@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 
-from experiments import bench_layer, bench_skew, bench_split
+from experiments import bench_layer, bench_skew, bench_split, bench_stages
 
 BENCHES: dict[str, Callable[[Sequence[str]], int]] = {
     "layer": bench_layer.main,
     "skew": bench_skew.main,
     "split": bench_split.main,
+    "stages": bench_stages.main,
 }
 
 

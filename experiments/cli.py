@@ -54,7 +54,7 @@ class Command:
 COMMANDS: dict[str, Command] = {
     "doctor": Command(help="what this machine has, and what to do about what it lacks", load=_doctor),
     "train": Command(help="train a model (train --help lists every setting with its unit)", load=_train),
-    "bench": Command(help="measure beside others: bench layer (times in ms)", load=_bench),
+    "bench": Command(help="measure: bench layer, skew, split, stages (times in ms)", load=_bench),
     "sample": Command(help="continue a prompt with the model of a run (length in tokens)", load=_sample),
     "weights": Command(help="import, export or upcycle weights (sizes in MiB and tensors)", load=_weights),
 }

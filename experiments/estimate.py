@@ -34,8 +34,8 @@ def estimate_memory(config: Config, topology: Topology, zero_stage: int) -> Memo
     """Weights, gradients, AdamW state by ZeRO stage, and the activations of one micro-batch.
 
     Source: Rajbhandari et al., ZeRO, section 3: (2 + 2 + 12) bytes a parameter in 16 bit, (4 + 4 + 12) here
-    in float32, where DeepSpeed keeps a flat master copy too; sharded over the data-parallel ranks of the
-    parameter, which for experts are the expert-data-parallel ones.
+    in float32, where DeepSpeed keeps a flat master copy too (at stage 0 none: 8); sharded over the
+    data-parallel ranks of the parameter, which for experts are the expert-data-parallel ones.
     """
     model = config.model
     element = 2 if model.dtype == "bfloat16" else 4
@@ -44,11 +44,12 @@ def estimate_memory(config: Config, topology: Topology, zero_stage: int) -> Memo
         (counts["dense"], topology.world_size),
         (counts["experts"] / topology.ep_size, topology.edp_size),
     )
+    state = 8 if zero_stage == 0 and element == 4 else 12
     weights = gradients = optimizer = 0.0
     for parameters, ranks in shares:
         weights += parameters * element / (ranks if zero_stage >= 3 else 1)
         gradients += parameters * element / (ranks if zero_stage >= 2 else 1)
-        optimizer += parameters * 12 / (ranks if zero_stage >= 1 else 1)
+        optimizer += parameters * state / (ranks if zero_stage >= 1 else 1)
     return MemoryEstimate(
         weights_bytes=int(weights),
         gradients_bytes=int(gradients),

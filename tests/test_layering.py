@@ -109,7 +109,7 @@ class _Imports(ast.NodeVisitor):
         called = ast.unparse(node.func).rpartition(".")[2]
         if called in ("import_module", "__import__") and node.args:
             name = node.args[0]
-            if isinstance(name, ast.JoinedStr) and "." in str(getattr(name.values[0], "value", "")):
+            if isinstance(name, ast.JoinedStr) and isinstance(name.values[0], ast.Constant):
                 name = name.values[0]  # f"package.{module}": the package stands there
             constant = isinstance(name, ast.Constant)
             self._add(node, str(name.value) if constant else f"<{ast.unparse(name)}>")

@@ -21,7 +21,8 @@ def test_zero_stages_shard_optimizer_gradients_and_weights(stage, sharded):
         return counts["dense"] / (4 if is_sharded else 1) + local_experts / (2 if is_sharded else 1)
 
     estimate = estimate_memory(CONFIG, WORLD, stage)
-    assert estimate.optimizer_bytes == pytest.approx(12 * share("o" in sharded), abs=1)
+    state = 12 if stage else 8  # in float32 stage 0 updates the weights themselves
+    assert estimate.optimizer_bytes == pytest.approx(state * share("o" in sharded), abs=1)
     assert estimate.gradients_bytes == pytest.approx(4 * share("g" in sharded), abs=1)
     assert estimate.weights_bytes == pytest.approx(4 * share("w" in sharded), abs=1)
 
