@@ -28,8 +28,8 @@ def test_zero_stages_shard_optimizer_gradients_and_weights(stage, sharded):
 
 
 def test_bfloat16_halves_weights_and_gradients_only():
-    whole = estimate_memory(CONFIG, WORLD, 0)
-    half = estimate_memory(load_config("tiny.toml", ["model.dtype=bfloat16"]), WORLD, 0)
+    whole = estimate_memory(CONFIG, WORLD, 1)
+    half = estimate_memory(load_config("tiny.toml", ["model.dtype=bfloat16"]), WORLD, 1)
     assert half.weights_bytes * 2 == whole.weights_bytes
     assert half.optimizer_bytes == whole.optimizer_bytes
 
