@@ -27,7 +27,7 @@ class MoEConfig:
     activation: str = field(
         default="swiglu",
         metadata={
-            "help": "feed-forward of an expert: swiglu (three matrices), or gelu (two; no DeepSpeed engine)",
+            "help": "feed-forward of an expert: swiglu (three matrices), or gelu (two)",
             "choices": ACTIVATIONS,
         },
     )

@@ -9,12 +9,24 @@ code of its forward. What that contract says, as read in its source and checked 
 - an expert parameter carries `allreduce=False`, `group_name`, and for ZeRO-3 `ds_zero_placement_family` and
   `ds_zero_partition_group_name`: it is reduced and partitioned over its expert-data-parallel group and
   divided by the full data-parallel size;
-- checkpoints want the parameters `experts.w1`, `w2`, `w3`, each with DS_AUTOEP_UC_META, and `ep_rank` and
-  `expert_placement_descriptor` on the layer;
 - optimizer groups must be split into dense and expert ones, each with a name;
+- its own checkpoints (`engine.save_checkpoint`) want the parameters `experts.w1`, `w2`, `w3`, so no GELU
+  experts, each with DS_AUTOEP_UC_META, and `ep_rank` and `expert_placement_descriptor` on the layer. They are
+  pickles, and fit the shape that wrote them; its universal ones are made of these by a program of their own,
+  pickles again. `moe/shards.py` needs neither.
+
+What it gets wrong with experts, and `make_engine` mends:
+
 - the global norm counts every expert once at stages 1 to 3. At stage 0 in float32 it is the mean of the
   ranks' norms, taken only to clip, and never reported; in bfloat16 (torch's optimizers) it leaves the experts
-  out: `make_engine` puts `global_norm` in its place.
+  out. And where it is not finite, float32 at stage 0 takes the step all the same, on every rank, while all
+  others skip it everywhere: so does `global_norm`'s caller;
+- in bfloat16 at stage 0 the optimizer's state is made by a step without gradients, which decays the weights
+  and puts Adam's count one ahead.
+
+What it gets wrong and is refused (`moe/zero_rules.py`): `contiguous_gradients: false` at stage 1, and a few
+other settings, change the gradients of experts without a word. `zero_force_ds_cpu_optimizer` matters only for
+an optimizer object handed over: with offload, `torch_adam: true` in the JSON is what avoids a compiled one.
 
 It is private API: `contract_problems` says what a DeepSpeed at hand lacks, and a test holds it empty.
 """
@@ -78,11 +90,6 @@ class ZeroMoELayer(MoELayer, AutoEPMoELayer):  # type: ignore[misc]
     """A MoELayer that a DeepSpeed engine recognises, at every ZeRO stage. Takes what MoELayer takes."""
 
     def __init__(self, config: MoEConfig, topology: Topology, **kwargs: Any) -> None:
-        if config.activation != "swiglu":
-            raise ValueError(
-                f"moe.activation={config.activation!r} does not work under DeepSpeed: its checkpoints "
-                'want three matrices an expert; use "swiglu", or a loop without engine'
-            )
         MoELayer.__init__(self, config, topology, **kwargs)
         if not np.array_equal(self.home_experts, topology.home_experts(config.router.num_experts)):
             raise ValueError(

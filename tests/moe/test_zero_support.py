@@ -7,7 +7,8 @@ import torch
 from moe import ModelConfig, MoEConfig, Topology, make_groups
 from moe.model import Transformer
 from moe.testing import run_ranks
-from moe.zero_support import RULES, check_settings
+from moe.zero_rules import RULES
+from moe.zero_support import check_settings
 from routing import RouterConfig
 
 # One case a rule at least: setting, value, stage, what the message must say, what else the run is.
