@@ -11,9 +11,9 @@ code of its forward. What that contract says, as read in its source and checked 
   divided by the full data-parallel size;
 - optimizer groups must be split into dense and expert ones, each with a name;
 - its own checkpoints (`engine.save_checkpoint`) want the parameters `experts.w1`, `w2`, `w3`, so no GELU
-  experts, each with DS_AUTOEP_UC_META, and `ep_rank` and `expert_placement_descriptor` on the layer. They are
-  pickles, and fit the shape that wrote them; its universal ones are made of these by a program of their own,
-  pickles again. `moe/shards.py` needs neither.
+  experts, each with DS_AUTOEP_UC_META, and `ep_rank` and `expert_placement_descriptor` on the layer. They fit
+  the shape that wrote them; its universal ones, made of these by `ds_to_universal`, load at another EP size
+  and number of ranks too (seen at stages 1 and 3). Both are pickles: `moe/shards.py` needs neither.
 
 What it gets wrong with experts, and `make_engine` mends:
 

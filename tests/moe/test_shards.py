@@ -1,6 +1,8 @@
 """Master weights and moments on disk: saved at one shape, read back at every other."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -289,6 +291,43 @@ def own_checkpoints(rank, world, folder):
 @pytest.mark.deepspeed
 def test_deepspeeds_own_checkpoints_work_at_the_same_shape(tmp_path):
     assert run_ranks(own_checkpoints, 2, tmp_path) == [[True, True]] * 2
+
+
+def load_universal(rank, world, ep_size, stage, folder):
+    """The weights after loading a universal checkpoint of DeepSpeed's into an engine that was at others."""
+    from moe import zero
+
+    zero.init_distributed("gloo")
+    engine = make_engine(rank, world, ep_size, stage, "float32", seed=99)
+    engine._config.load_universal_checkpoint = True
+    engine.load_checkpoint(str(folder), tag=f"universal-{stage}")
+    return _weights(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deepspeeds_universal_checkpoints_load_at_other_ep_sizes(tmp_path, stage):
+    """What moe/zero.py says of them; the marks on expert parameters are there for this."""
+    run_ranks(own_checkpoints, 2, tmp_path)
+    where = [
+        "--input_folder",
+        tmp_path / f"stage-{stage}",
+        "--output_folder",
+        tmp_path / f"universal-{stage}",
+    ]
+    workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    convert = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *map(str, where), *workers]
+    done = subprocess.run(convert, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    same, *others = [
+        run_ranks(load_universal, world, ep_size, stage, tmp_path)[0]
+        for world, ep_size in ((2, 2), (2, 1), (1, 1))
+    ]
+    for weights in others:
+        for name, weight in same.items():
+            np.testing.assert_array_equal(weights[name], weight, err_msg=name)
 
 
 # ---- files that do not fit ------------------------------------------------------------------------------
