@@ -53,8 +53,8 @@ RESUMABLE: frozenset[str] = frozenset(RESUMABLE_WHY)
 RESHAPABLE_WHY: dict[str, str] = {
     "train.ep_size": "checkpoints hold experts by their logical number",
     "train.deepspeed": "checkpoints hold master weights and moments of whole parameters, at any ZeRO stage",
-    "train.micro_batch": "the global batch stays the same (micro_batch * accumulation * ranks)",
-    "train.accumulation": "the global batch stays the same (micro_batch * accumulation * ranks)",
+    "train.micro_batch": "the global batch stays; a balance loss that counts in micro-batches changes",
+    "train.accumulation": "the global batch stays; a balance loss that counts in micro-batches changes",
 }
 RESHAPABLE: frozenset[str] = frozenset(RESHAPABLE_WHY)
 
@@ -329,26 +329,6 @@ def check_resume(old: Config, new: Config, reshape: bool = False) -> None:
             f"this run cannot be resumed with other settings: {listed}. {remedy}; only these may change: "
             f"{', '.join(sorted(free))}"
         )
-
-
-def check_batch(old: Config, old_world: int, new: Config, new_world: int) -> None:
-    """Raises ValueError where a reshaped run would take another number of sequences per optimizer step."""
-    before = old.train.micro_batch * old.train.accumulation * old_world
-    after = new.train.micro_batch * new.train.accumulation * new_world
-    if before == after:
-        return
-    micro, left = new.train.micro_batch, before % new_world
-    fits = [m for m in range(1, before // new_world + 1) if not left and before // new_world % m == 0]
-    nearest = min(fits, key=lambda m: abs(m - micro), default=0)
-    remedy = f"--ranks that divides {before}"
-    if nearest:
-        rest = before // new_world // nearest
-        remedy = f"--set train.micro_batch={nearest} --set train.accumulation={rest}"
-    raise ValueError(
-        f"train.micro_batch={micro} * train.accumulation={new.train.accumulation} * {new_world} ranks = "
-        f"{after} sequences a step, but the run has had {before}, and its data and learning rates count in "
-        f"such steps; use {remedy}"
-    )
 
 
 def check_world(config: Config, world_size: int) -> int:

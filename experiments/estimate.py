@@ -1,6 +1,8 @@
 """Estimate: how much memory one rank of a run needs, before it starts."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import psutil
 import torch
@@ -56,6 +58,19 @@ def estimate_memory(config: Config, topology: Topology, zero_stage: int) -> Memo
         optimizer_bytes=int(optimizer),
         activations_bytes=activation_bytes(config, element),
     )
+
+
+def without_offloaded(estimate: MemoryEstimate, zero_settings: Mapping[str, Any]) -> MemoryEstimate:
+    """What stays on the device where zero_optimization keeps the optimizer or weights elsewhere."""
+
+    def offloaded(table: str) -> bool:
+        return (zero_settings.get(table) or {}).get("device", "none") != "none"
+
+    if offloaded("offload_optimizer"):
+        estimate = replace(estimate, optimizer_bytes=0)
+    if offloaded("offload_param"):
+        estimate = replace(estimate, weights_bytes=0)
+    return estimate
 
 
 def activation_bytes(config: Config, element: int) -> int:

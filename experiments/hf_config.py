@@ -2,13 +2,15 @@
 
 It stands beside `hf_names.py`: that has the tensors, this what they mean. No field of a config.json is passed
 over: one is used, or has no part in what the model computes (`_NO_PART`), or must have the one value under
-which it changes nothing (`_MUST_BE`), or is an error.
+which it changes nothing (`_MUST_BE`), or is an error. A value of another type is one too; null is accepted
+where transformers takes it for its default.
 """
 
+import sys
 from typing import Any
 
 from experiments.hf_names import DENSE, FORMATS, MIXTRAL, QWEN3_MOE
-from moe.config import ModelConfig, MoEConfig
+from moe.config import DTYPES, ModelConfig, MoEConfig
 from routing.config import RouterConfig
 
 _ARCHITECTURES = {
@@ -76,23 +78,35 @@ _USED = frozenset(
 _KV_HEADS = {MIXTRAL: 8, QWEN3_MOE: 4, "mistral": 8, "qwen3": 32}
 _NORM_EPS = {MIXTRAL: 1e-5}
 _ROPE_THETA = {MIXTRAL: 1e6}
+_WINDOW = {"mistral": 4096, QWEN3_MOE: 4096, "qwen3": 4096}
+# far above any model; past these the lists of layers, heads and tensors would fill the memory
+_MOST = 2**31 - 1
+_MOST_OF = {
+    "num_hidden_layers": 1000,
+    "num_attention_heads": 4096,
+    "num_key_value_heads": 4096,
+    "num_local_experts": 4096,
+    "num_experts": 4096,
+}
 
 
-def from_transformers(fields: dict[str, Any]) -> tuple[ModelConfig, list[str]]:
+def from_transformers(fields: Any) -> tuple[ModelConfig, list[str]]:
     """Our settings for the model of a config.json, and remarks for the person who imports it.
 
-    Raises ValueError for a model, a field or a value that our model cannot express; it says which and why.
+    fields: what the file holds.   Raises ValueError for a model, a field or a value that our model cannot
+    express, or that is of the wrong type; it says which and why.
     """
+    if not isinstance(fields, dict):
+        raise ValueError(f"config.json holds {fields!r:.60}; it must be an object of fields, {{...}}")
     kind = fields.get("model_type")
-    if kind not in _ARCHITECTURES:
+    if not isinstance(kind, str) or kind not in _ARCHITECTURES:
         raise ValueError(f"model_type={kind!r} is not supported; use one of {', '.join(_ARCHITECTURES)}")
     _check_fields(fields)
     remarks: list[str] = []
     width, layers = _size(fields, "hidden_size"), _size(fields, "num_hidden_layers")
     heads = _size(fields, "num_attention_heads")
-    kv_heads = fields["num_key_value_heads"] if "num_key_value_heads" in fields else _KV_HEADS.get(kind)
     dense = layers if kind in DENSE else _leading_dense(fields, layers)
-    head = fields.get("head_dim") or (128 if kind == "qwen3" else width // heads)
+    head = 128 if kind == "qwen3" else width // heads
     moe = _moe(fields, kind, width, layers - dense, remarks) if dense < layers else _no_moe(width)
     config = ModelConfig(
         moe=moe,
@@ -101,16 +115,16 @@ def from_transformers(fields: dict[str, Any]) -> tuple[ModelConfig, list[str]]:
         num_dense_layers=dense,
         d_model=width,
         num_heads=heads,
-        num_kv_heads=kv_heads or heads,
-        head_dim=head,
+        num_kv_heads=_size(fields, "num_key_value_heads", missing=_KV_HEADS.get(kind, heads), null=heads),
+        head_dim=_size(fields, "head_dim", missing=head, null=head),
         qk_norm=kind in (QWEN3_MOE, "qwen3"),
-        norm_eps=float(fields.get("rms_norm_eps", _NORM_EPS.get(kind, 1e-6))),
+        norm_eps=_number(fields, "rms_norm_eps", _NORM_EPS.get(kind, 1e-6)),
         dense_hidden=_size(fields, "intermediate_size"),
         seq_len=_length(fields, kind, remarks),
         rope_base=_rope_base(fields, kind),
         dtype=_dtype(fields, remarks),
     )
-    if fields.get("tie_word_embeddings"):
+    if _flag(fields, "tie_word_embeddings"):
         remarks.append("the head is tied to the embedding: it is copied, and training parts the two")
     return config, remarks
 
@@ -198,30 +212,63 @@ def export_problems(config: ModelConfig, layout: str) -> list[str]:
 
 def _check_fields(fields: dict[str, Any]) -> None:
     unknown = sorted(fields.keys() - _USED - _NO_PART - _MUST_BE.keys())
-    # all of None and False switch something off that is not there either
-    unknown = [name for name in unknown if fields[name] not in (None, False)]
+    # null and false switch something off that is not there either; 0 may mean anything
+    unknown = [name for name in unknown if fields[name] is not None and fields[name] is not False]
     problems = [f"unknown field {name}={fields[name]!r}" for name in unknown]
     for name, values in _MUST_BE.items():
         if name in fields and fields[name] not in values:
             problems.append(
                 f"{name}={fields[name]!r}, which our model does not have; only {values[0]!r} works"
             )
-    if any(kind != "full_attention" for kind in fields.get("layer_types") or []):
+    if any(kind != "full_attention" for kind in _list(fields, "layer_types", str)):
         problems.append("layer_types has others than full_attention, which our model does not have")
     if problems:
         raise ValueError(f"config.json cannot be expressed: {'; '.join(problems)}")
 
 
-def _size(fields: dict[str, Any], name: str) -> int:
+def _size(fields: dict[str, Any], name: str, missing: int | None = None, null: int | None = None) -> int:
+    """An integer from 1.   missing, null: what a field that is not there, or null, stands for, if any."""
+    if name not in fields and missing is not None:
+        return missing
     value = fields.get(name)
+    if name in fields and value is None and null is not None:
+        return null
+    most = _MOST_OF.get(name, _MOST)
     if type(value) is not int or value < 1:
         raise ValueError(f"config.json: {name}={value!r} must be an integer of at least 1")
+    if value > most:
+        raise ValueError(f"config.json: {name}={value!r} must be at most {most}")
+    return value
+
+
+def _number(fields: dict[str, Any], name: str, missing: float) -> float:
+    value = fields.get(name, missing)
+    # an integer may be too large for a float, and NaN is in no interval
+    if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
+        raise ValueError(f"config.json: {name}={value!r} must be a finite number of at least 0")
+    return float(value)
+
+
+def _flag(fields: dict[str, Any], name: str) -> bool:
+    value = fields.get(name, False)
+    if type(value) is not bool:
+        raise ValueError(f"config.json: {name}={value!r} must be true or false")
+    return value
+
+
+def _list(fields: dict[str, Any], name: str, of: type) -> list[Any]:
+    """A list whose items are of a type; where it is not there, or null, an empty one."""
+    value = [] if fields.get(name) is None else fields[name]
+    if type(value) is not list or any(type(item) is not of for item in value):
+        raise ValueError(
+            f"config.json: {name}={value!r} must be a list in which each is of type {of.__name__}"
+        )
     return value
 
 
 def _leading_dense(fields: dict[str, Any], layers: int) -> int:
     """How many leading blocks are dense; ValueError where a dense one stands behind one with experts."""
-    step, only = fields.get("decoder_sparse_step", 1), set(fields.get("mlp_only_layers") or [])
+    step, only = _size(fields, "decoder_sparse_step", missing=1), set(_list(fields, "mlp_only_layers", int))
     dense = [n for n in range(layers) if n in only or (n + 1) % step]
     if dense != list(range(len(dense))):
         raise ValueError(
@@ -234,15 +281,15 @@ def _leading_dense(fields: dict[str, Any], layers: int) -> int:
 def _moe(fields: dict[str, Any], kind: str, width: int, sparse: int, remarks: list[str]) -> MoEConfig:
     top_k = _size(fields, "num_experts_per_tok")
     names = ("num_local_experts", "num_experts")
-    counts = {fields[name] for name in names if fields.get(name) is not None}
+    counts = {_size(fields, name) for name in names if fields.get(name) is not None}
     if len(counts) != 1:
         raise ValueError(f"config.json: {' and '.join(names)} give {sorted(counts)}; one number is needed")
     router = RouterConfig(
         d_model=width,
         num_experts=counts.pop(),
         top_k=top_k,
-        normalize=True if kind == MIXTRAL else bool(fields.get("norm_topk_prob", False)),
-        balance_loss=_rescaled(float(fields.get("router_aux_loss_coef", 0.001)), top_k, sparse),
+        normalize=True if kind == MIXTRAL else _flag(fields, "norm_topk_prob"),
+        balance_loss=_rescaled(_number(fields, "router_aux_loss_coef", 0.001), top_k, sparse),
         z_loss=0.0,
     )
     remarks.append(
@@ -265,10 +312,10 @@ def _rescaled(value: float, times: int, over: int) -> float:
 def _length(fields: dict[str, Any], kind: str, remarks: list[str]) -> int:
     """The longest sequence: no longer than a sliding window, which then masks nothing."""
     length = _size(fields, "max_position_embeddings")
-    window = fields.get("sliding_window", 4096 if kind == "mistral" else None)
-    if kind in (QWEN3_MOE, "qwen3") and not fields.get("use_sliding_window"):
-        window = None
-    if window is not None and window < length:
+    if kind in (QWEN3_MOE, "qwen3") and not _flag(fields, "use_sliding_window"):
+        return length
+    window = _size(fields, "sliding_window", missing=_WINDOW.get(kind, length), null=length)
+    if window < length:
         remarks.append(
             f"model.seq_len={window}, not {length}: attention has a sliding_window of {window}, which our "
             "model does not have, and which masks nothing in sequences that short"
@@ -278,19 +325,23 @@ def _length(fields: dict[str, Any], kind: str, remarks: list[str]) -> int:
 
 
 def _rope_base(fields: dict[str, Any], kind: str) -> float:
-    rope = fields.get("rope_parameters") or {}
+    rope = {} if fields.get("rope_parameters") is None else fields["rope_parameters"]
+    if not isinstance(rope, dict):
+        raise ValueError(f"config.json: rope_parameters={rope!r} must be an object with rope_theta, or null")
     rest = {name: value for name, value in rope.items() if name not in ("rope_type", "rope_theta")}
     if rope.get("rope_type", "default") != "default" or rest:
         raise ValueError(
             f"config.json: rope_parameters={rope} rescale the positions; only the default type works"
         )
-    base = rope.get("rope_theta", fields.get("rope_theta", _ROPE_THETA.get(kind, 10000.0)))
-    return float(base)
+    return _number(rope if "rope_theta" in rope else fields, "rope_theta", _ROPE_THETA.get(kind, 10000.0))
 
 
 def _dtype(fields: dict[str, Any], remarks: list[str]) -> str:
-    name = fields.get("dtype") or fields.get("torch_dtype") or "float32"
-    if name == "float16":
+    names = [name for name in ("dtype", "torch_dtype") if fields.get(name) is not None]
+    dtype = fields[names[0]] if names else "float32"
+    if dtype == "float16":
         remarks.append("float16 weights became float32, exactly; bfloat16 would round them")
         return "float32"
-    return name
+    if dtype not in DTYPES:
+        raise ValueError(f"config.json: {names[0]}={dtype!r} must be one of float16, {', '.join(DTYPES)}")
+    return dtype

@@ -1,6 +1,7 @@
 """Job: this process as one rank of the run, and the few things that all ranks must agree on."""
 
 import os
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,10 @@ import torch.distributed as dist
 
 from experiments.allocator import keep_memory
 from moe import Groups, Topology, make_groups, zero
+
+
+class RankRaisedError(RuntimeError):
+    """A rank raised what is no mistake of the user's; its traceback stands on that rank's stderr."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,36 +62,49 @@ def leave_job() -> None:
 def decide_on_main(job: Job, decide: Callable[[], Any]) -> Any:
     """Let rank 0 decide and tell the others; what it raises is raised everywhere.
 
-    Collective.   decide: called on rank 0 only, returns something picklable.
+    Collective.   decide: called on rank 0 only, returns something picklable.   Raises ValueError with its
+    message where it raised ValueError or OSError, RankRaisedError where it raised anything else.
     """
-    outcome: list[Any] = [None, None]
+    outcome: list[Any] = [None, None, False]
     if job.is_main:
         try:
-            outcome = [decide(), None]
-        except (ValueError, OSError) as error:
-            outcome = [None, str(error)]
+            outcome = [decide(), None, False]
+        except Exception as error:
+            outcome = [None, *_told(error)]
     dist.broadcast_object_list(outcome, src=0, device=job.device)
     if outcome[1] is not None:
-        raise ValueError(outcome[1])
+        raise (ValueError if outcome[2] else RankRaisedError)(outcome[1])
     return outcome[0]
+
+
+def _told(error: Exception) -> tuple[str, bool]:
+    """What the other ranks are told of an error, and whether it is one that the user can mend."""
+    if isinstance(error, (ValueError, OSError)):
+        return str(error) or type(error).__name__, True
+    traceback.print_exc()  # a fault of ours: its place is known here only
+    return f"{type(error).__name__}: {error}", False
 
 
 def do_on_all(job: Job, do: Callable[[], Any]) -> Any:
     """Let every rank do its own part; where one fails, its message is raised everywhere, with its rank.
 
-    Collective.   do: raises ValueError or OSError for what the user can mend.   Returns this rank's result.
+    Collective.   do: raises ValueError or OSError for what the user can mend.   Returns this rank's result;
+    raises as `decide_on_main` does.
     """
-    result, message = None, ""
+    result, told = None, ("", True)
     try:
         result = do()
-    except (ValueError, OSError) as error:
-        message = str(error)
-    messages: list[Any] = [None] * job.world_size
-    dist.all_gather_object(messages, message)
-    failed = [rank for rank, text in enumerate(messages) if text]
+    except Exception as error:
+        told = _told(error)
+    all_told: list[Any] = [None] * job.world_size
+    dist.all_gather_object(all_told, told)
+    failed = [rank for rank, (text, _) in enumerate(all_told) if text]
     if failed:
+        text, mendable = all_told[failed[0]]
         everywhere = len(failed) == job.world_size
-        raise ValueError(messages[failed[0]] if everywhere else f"rank {failed[0]}: {messages[failed[0]]}")
+        raise (ValueError if mendable else RankRaisedError)(
+            text if everywhere else f"rank {failed[0]}: {text}"
+        )
     return result
 
 

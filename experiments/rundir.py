@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from experiments.config import Config, load_config, to_toml
 
+_PENDING = "settings.pending"
 PACKAGES = ("torch", "deepspeed", "numpy", "tensorboard", "safetensors", "counterpoise")
 
 
@@ -98,8 +99,10 @@ def find(runs_dir: str | Path, name: str) -> RunDir:
     """The folder of an existing run, by name or path.   Raises ValueError, with the runs there are, if
     none."""
     for path in (Path(runs_dir) / name, Path(name)):
-        if (path / "config.toml").is_file():
-            return RunDir(path=path)
+        run = RunDir(path=path)
+        _finish_settings(run)
+        if run.config.is_file():
+            return run
     there = sorted(p.parent.name for p in Path(runs_dir).glob("*/config.toml"))
     raise ValueError(
         f"no run {name!r} under {runs_dir}; there " + (f"are: {', '.join(there)}" if there else "are none")
@@ -109,12 +112,31 @@ def find(runs_dir: str | Path, name: str) -> RunDir:
 def write_settings(
     run: RunDir, config: Config, engine_settings: dict[str, Any], facts: dict[str, Any]
 ) -> None:
-    """Write config.toml, deepspeed.json and versions.json, and prove that config.toml reads back the same."""
-    write_whole(run.config, to_toml(config))
+    """Write config.toml, deepspeed.json and versions.json, and prove that config.toml reads back the same.
+
+    All three or none: they are written down in one file first, which `find` finishes from after a kill.
+    """
+    texts = {
+        run.config.name: to_toml(config),
+        run.deepspeed.name: json.dumps(engine_settings, indent=2) + "\n",
+        run.versions.name: json.dumps({**versions(), **facts}, indent=2) + "\n",
+    }
+    write_whole(run.path / _PENDING, json.dumps(texts))
+    _finish_settings(run)
     if load_config(run.config) != config:
         raise RuntimeError(f"{run.config} does not read back to the configuration that was written")
-    write_whole(run.deepspeed, json.dumps(engine_settings, indent=2) + "\n")
-    write_whole(run.versions, json.dumps({**versions(), **facts}, indent=2) + "\n")
+
+
+def _finish_settings(run: RunDir) -> None:
+    """Write the settings that are pending; nothing where none are."""
+    pending = run.path / _PENDING
+    try:
+        texts = json.loads(pending.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return
+    for name, text in texts.items():
+        write_whole(run.path / name, text)
+    pending.unlink(missing_ok=True)  # another rank may have been as quick
 
 
 def versions() -> dict[str, Any]:
@@ -152,7 +174,7 @@ def check_ranks(run: RunDir, world_size: int) -> None:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file aside and put it in place whole, on the disk."""
-    aside = path.with_name(path.name + ".partial")
+    aside = path.with_name(f"{path.name}.{os.getpid()}.partial")
     with open(aside, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

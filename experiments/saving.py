@@ -14,17 +14,19 @@ EP size or ZeRO stage reads the same files.
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from experiments import checkpoint, state_tree
 from experiments.checkpoint import Checkpoint
-from experiments.config import Config
-from experiments.job import decide_on_main, do_on_all
+from experiments.job import RankRaisedError, decide_on_main, do_on_all
+from experiments.reshape import sequences
 from experiments.rundir import write_whole
 from moe import shards, zero, zero_state
 
@@ -56,32 +58,55 @@ def save(trainer: "Trainer", step: int) -> Path:
     renames."""
     job = trainer.job
     check_finite(trainer, step)
-    aside = decide_on_main(job, lambda: _begin(trainer, step))
-    do_on_all(job, lambda: _write_rank(trainer, aside))
-    if trainer.config.train.export:
-        weights = zero.gather_weights(trainer.model, job.topology)
-        decide_on_main(job, lambda: save_file(weights or {}, aside / checkpoint.WEIGHTS))
-    dist.barrier()
-
-    def finish() -> Path:
-        assert trainer.records is not None, "rank 0 opens the records before the first step"
-        trainer.records.sync()  # first what the checkpoint's step has in the records, then the checkpoint
-        path = checkpoint.finish(aside, step, job.world_size, trainer.config.train.keep_checkpoints)
-        trainer.records.event(step, "checkpoint", path=path.name)
-        return path
-
-    return decide_on_main(job, finish)
+    aside = trainer.run.checkpoints / f"{checkpoint.folder_name(step)}.partial"
+    try:
+        decide_on_main(job, lambda: _begin(trainer, step))
+        do_on_all(job, lambda: _write_rank(trainer, aside))
+        if trainer.config.train.export:
+            weights = zero.gather_weights(trainer.model, job.topology)
+            decide_on_main(job, lambda: write_tensors(weights or {}, aside / checkpoint.WEIGHTS))
+        return decide_on_main(job, lambda: _finish(trainer, aside, step))
+    except (ValueError, RankRaisedError) as error:  # the same on every rank; a full disk needs the room
+        if job.is_main:
+            shutil.rmtree(aside, ignore_errors=True)
+        error.args = (f"the checkpoint of step {step} was not saved: {error}; {trainer.last_good()}",)
+        raise
 
 
-def _begin(trainer: "Trainer", step: int) -> Path:
+def _finish(trainer: "Trainer", aside: Path, step: int) -> Path:
+    """Check that every rank has written, and make the folder a checkpoint; rank 0 only."""
+    for rank in range(trainer.job.world_size):
+        for folder in ("state", "random"):
+            if not (aside / folder / f"rank-{rank}.safetensors").is_file():
+                raise ValueError(
+                    f"{aside / folder} has no file of rank {rank}: the runs folder must be on a disk that "
+                    "all ranks share"
+                )
+    assert trainer.records is not None, "rank 0 opens the records before the first step"
+    trainer.records.sync()  # first what the checkpoint's step has in the records, then the checkpoint
+    keep = trainer.config.train.keep_checkpoints
+    path = checkpoint.finish(aside, step, trainer.job.world_size, keep)
+    trainer.records.event(step, "checkpoint", path=path.name)
+    return path
+
+
+def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """save_file, whose own errors are no OSError and do not name the file."""
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
+
+
+def _begin(trainer: "Trainer", step: int) -> None:
     """Make the folder, and write what is the same on all ranks."""
     aside = checkpoint.begin(trainer.run, step)
     (aside / "state").mkdir()
     (aside / "random").mkdir()
-    save_file(_buffers(trainer), aside / BUFFERS)
+    write_tensors(_buffers(trainer), aside / BUFFERS)
     arrays: dict[str, torch.Tensor] = {}
     loops = {name: state_tree.pack(loop.state_dict(), name, arrays) for name, loop in trainer.loops.items()}
-    save_file(arrays, aside / LOOPS)
+    write_tensors(arrays, aside / LOOPS)
     facts = {
         "step": step,
         "engine": zero_state.counters(trainer.engine),
@@ -92,7 +117,6 @@ def _begin(trainer: "Trainer", step: int) -> Path:
         "loops": loops,
     }
     write_whole(aside / RUN, json.dumps(facts, indent=1) + "\n")
-    return aside
 
 
 def _write_rank(trainer: "Trainer", aside: Path) -> None:
@@ -101,7 +125,7 @@ def _write_rank(trainer: "Trainer", aside: Path) -> None:
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
-    save_file(state, aside / "random" / f"rank-{rank}.safetensors")
+    write_tensors(state, aside / "random" / f"rank-{rank}.safetensors")
 
 
 def _buffers(trainer: "Trainer") -> dict[str, torch.Tensor]:
@@ -109,11 +133,6 @@ def _buffers(trainer: "Trainer") -> dict[str, torch.Tensor]:
     saved = trainer.model.state_dict().keys()
     found = trainer.model.named_buffers()
     return {name: value.detach().to("cpu", copy=True) for name, value in found if name in saved}
-
-
-def sequences(config: Config, world_size: int) -> int:
-    """Sequences in the batch of one optimizer step, over all ranks."""
-    return config.train.micro_batch * config.train.accumulation * world_size
 
 
 @torch.no_grad()
@@ -139,8 +158,8 @@ def load(trainer: "Trainer", found: Checkpoint) -> None:
     """
     facts = do_on_all(trainer.job, lambda: _read_facts(trainer, found))
     files = [found.path / "state" / f"rank-{rank}.safetensors" for rank in range(found.world_size)]
+    zero_state.set_counters(trainer.engine, facts["engine"])  # refuses before anything changes
     shards.load(trainer.engine, files)
-    zero_state.set_counters(trainer.engine, facts["engine"])
     buffers = dict(trainer.model.named_buffers())
     for name, value in load_file(found.path / BUFFERS).items():
         buffers[name].copy_(value)

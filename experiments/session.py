@@ -17,15 +17,16 @@ import torch
 
 from experiments import checkpoint, rundir, saving
 from experiments.communication import Communication
-from experiments.config import Config
+from experiments.config import Config, load_config
 from experiments.corpus import Corpus
 from experiments.data import load_corpus
 from experiments.describe import describe, table, unit
-from experiments.estimate import available_bytes, check_fits, estimate_memory
+from experiments.estimate import available_bytes, check_fits, estimate_memory, without_offloaded
 from experiments.evaluate import baselines, validation_windows
 from experiments.job import Job, decide_on_main, do_on_all
 from experiments.progress import Progress
 from experiments.records import Recorder
+from experiments.reshape import remarks
 from experiments.rundir import RunDir
 from experiments.watching import Watching, add_hint, limit_waits
 from experiments.weights import load_initial
@@ -90,9 +91,12 @@ def check_memory(config: Config, job: Job, settings: dict[str, Any]) -> None:
     """Raise ValueError where the run will not fit into memory; the same on every rank."""
 
     def check() -> None:
-        stage = int(settings.get("zero_optimization", {}).get("stage", 0))
+        zero_settings = settings.get("zero_optimization", {})
+        estimate = estimate_memory(config, job.topology, int(zero_settings.get("stage", 0)))
+        if job.device.type != "cpu":  # on a CPU what is offloaded takes the same memory
+            estimate = without_offloaded(estimate, zero_settings)
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", job.world_size))
-        check_fits(estimate_memory(config, job.topology, stage), available_bytes(job.device, local_ranks))
+        check_fits(estimate, available_bytes(job.device, local_ranks))
 
     decide_on_main(job, check)
 
@@ -200,7 +204,11 @@ def open_records(trainer: Trainer, resumed_at: int | None) -> None:
 
 def _open_on_main(trainer: Trainer, resumed_at: int | None) -> None:
     if resumed_at is not None:  # only now: the run is locked, and everything about it has been checked
-        facts = rundir.read_facts(trainer.run) | {"world_size": trainer.job.world_size}
+        facts = rundir.read_facts(trainer.run)
+        shape = load_config(trainer.run.config), facts["world_size"], trainer.config, trainer.job.world_size
+        for remark in remarks(*shape):
+            _say(f"note: {remark}")
+        facts |= {"world_size": trainer.job.world_size}
         rundir.write_settings(trainer.run, trainer.config, trainer.settings, facts)
     if resumed_at == 0:  # nothing is left of the run but its settings: its records start anew
         trainer.run.metrics.unlink(missing_ok=True)

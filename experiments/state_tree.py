@@ -12,17 +12,16 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def pack(tree: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """The tree as plain JSON; its arrays go into `tensors` under name/key/key.
+    """The tree as plain JSON; its arrays go into `tensors` under name/key/key and a number.
 
     Raises TypeError, with the place, for anything else: an object would have to be pickled.
     """
     if isinstance(tree, _PLAIN) and not isinstance(tree, np.generic):  # numpy's float64 is a float
         return ["plain", tree]
     if isinstance(tree, torch.Tensor):
-        tensors[name] = tree.detach().to("cpu", copy=True).contiguous()
-        return ["tensor", name]
+        return ["tensor", _keep(tree.detach().to("cpu", copy=True).contiguous(), name, tensors)]
     if isinstance(tree, (np.ndarray, np.generic)):
-        return _pack_array(np.asarray(tree), name, tensors, isinstance(tree, np.generic))
+        return _pack_array(np.asanyarray(tree), name, tensors, isinstance(tree, np.generic))
     if isinstance(tree, dict) and all(isinstance(key, str) for key in cast(dict[Any, Any], tree)):
         items = cast(dict[str, Any], tree).items()
         return ["dict", {key: pack(value, f"{name}/{key}", tensors) for key, value in items}]
@@ -37,10 +36,19 @@ def pack(tree: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _pack_array(array: np.ndarray, name: str, tensors: dict[str, torch.Tensor], scalar: bool) -> Any:
-    if array.dtype.kind not in "biuf":
-        raise TypeError(f"state {name} is an array of {array.dtype}, which cannot be saved; use numbers")
-    tensors[name] = torch.from_numpy(np.array(array, order="C"))  # its own: the loop goes on
-    return ["number" if scalar else "array", name]
+    masked = isinstance(array, np.ma.MaskedArray)
+    if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8 or masked:
+        what = "a masked array" if masked else f"an array of {array.dtype}"
+        raise TypeError(f"state {name} is {what}, which cannot be saved; use numbers of up to 8 bytes")
+    own = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")  # a copy: the loop goes on
+    return ["number" if scalar else "array", _keep(torch.from_numpy(own), name, tensors)]
+
+
+def _keep(tensor: torch.Tensor, name: str, tensors: dict[str, torch.Tensor]) -> str:
+    """Numbered: the keys "a/b" and "a", "b" would share a name otherwise."""
+    name = f"{name}#{len(tensors)}"
+    tensors[name] = tensor
+    return name
 
 
 def unpack(packed: Any, tensors: dict[str, torch.Tensor]) -> Any:

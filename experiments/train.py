@@ -27,13 +27,13 @@ from experiments.arguments import train_parser
 from experiments.config import (
     Config,
     TrainConfig,
-    check_batch,
     check_resume,
     check_world,
     find_file,
     load_config,
 )
 from experiments.engine_config import load_deepspeed_config, merge_deepspeed
+from experiments.reshape import RESHAPED, check_batch, check_kept, without_batch
 from experiments.rundir import RunDir, check_new, check_ranks, find, read_facts
 from experiments.stop import StopSignal
 
@@ -88,39 +88,34 @@ def num_ranks(args: argparse.Namespace, resumed: RunDir | None) -> int:
 def engine_settings(
     args: argparse.Namespace, config: Config, resumed: RunDir | None, world_size: int
 ) -> dict[str, Any]:
-    """DeepSpeed's settings for this run; a resumed run takes its own deepspeed.json.
+    """DeepSpeed's settings for this run.
 
-    Raises ValueError where the file that it was made from is there and says something else now.
+    A resumed run keeps its engine: its own deepspeed.json, or the file that this was made from while it still
+    says the same. Reshaped, it takes what the file says now, and keeps all but ZeRO's own settings. Raises
+    ValueError naming what differs.
     """
     toml_name = str(args.config or (resumed.config if resumed else "tiny.toml"))
     name = config.train.deepspeed
+
+    def merged(table: dict[str, Any], settings: Config = config, ranks: int = world_size) -> dict[str, Any]:
+        return merge_deepspeed(table, settings, ranks, toml_name=toml_name)
+
     if resumed is None:
-        return merge_deepspeed(load_deepspeed_config(name), config, world_size, toml_name=toml_name)
-    if args.reshape:
-        check_batch(load_config(resumed.config), read_facts(resumed)["world_size"], config, world_size)
-        if name != load_config(resumed.config).train.deepspeed:
-            return merge_deepspeed(load_deepspeed_config(name), config, world_size, toml_name=toml_name)
-        return merge_deepspeed(batch_left_out(resumed), config, world_size, toml_name=toml_name)
-    check_ranks(resumed, world_size)
-    own = merge_deepspeed(load_deepspeed_config(resumed.deepspeed), config, world_size, toml_name=toml_name)
+        return merged(load_deepspeed_config(name))
+    old_config, old_ranks = load_config(resumed.config), read_facts(resumed)["world_size"]
+    own, differs = load_deepspeed_config(resumed.deepspeed), f"{name} differs from {resumed.deepspeed}"
     try:
-        now = merge_deepspeed(load_deepspeed_config(find_file(name)), config, world_size, toml_name=toml_name)
+        file = load_deepspeed_config(find_file(name))
     except ValueError:  # moved or gone: the run has its own copy
-        return own
-    changed = sorted(key for key in own.keys() | now.keys() if own.get(key) != now.get(key))
-    if changed:
-        raise ValueError(
-            f"{name} differs from {resumed.deepspeed} in {', '.join(changed)}: a resumed run keeps its "
-            "engine; take the change back, or start a new run"
-        )
-    return own
-
-
-def batch_left_out(run: RunDir) -> dict[str, Any]:
-    """The run's own deepspeed.json without the batch sizes, which a reshaped run divides anew."""
-    sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
-    own = load_deepspeed_config(run.deepspeed)
-    return {key: value for key, value in own.items() if key not in sizes}
+        file = own if not args.reshape else without_batch(own)
+    if args.reshape:
+        check_batch(old_config, old_ranks, config, world_size)
+        check_kept(merged(without_batch(file), old_config, old_ranks), own, differs, free=RESHAPED)
+        return merged(file)
+    check_ranks(resumed, world_size)
+    if file is not own:
+        check_kept(merged(file, old_config), own, differs)
+    return merged(file)
 
 
 def read_settings(args: argparse.Namespace) -> tuple[Config, RunDir | None]:
@@ -246,7 +241,7 @@ def run_steps(trainer: "Trainer", start: int, stop: Any) -> int:
 
     train, job = trainer.config.train, trainer.job
     progress = Progress(start, train.steps, shown=job.is_main)
-    moving = Moving(trainer, start, progress.say)
+    moving = Moving(trainer, progress.say)
     step = start
     for step in range(start + 1, train.steps + 1):
         trainer.watch.step(step)
@@ -254,7 +249,7 @@ def run_steps(trainer: "Trainer", start: int, stop: Any) -> int:
             outcome = train_step(trainer, step, stop.received)
         session.record_step(trainer, outcome, progress)
         with phase("sample"), trainer.watch.guard("check of the updates"):
-            moving.after(step)
+            moving.after(step, outcome.lr)
         last = step == train.steps or outcome.stop
         if _due(step, train.valid_every, last and not outcome.stop):
             with trainer.naming(step), phase("eval"), trainer.watch.guard("validation"):

@@ -41,6 +41,11 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # what a model computes depends on these, and no shape shows them
 _MEANING = ("num_heads", "kv_heads", "head_width", "qk_norm", "norm_eps", "rope_base")
 _ROUTER_MEANING = ("score", "normalize", "scale")
+_UNCHECKED = (
+    f"no {CONFIG} tells what these weights mean (none is beside them, or in the run whose checkpoint they "
+    "are): their names and shapes fit; that they were trained with these model.num_heads, head_dim, qk_norm, "
+    "norm_eps and rope_base, router.score, normalize and scale, and moe.activation was not checked"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +99,7 @@ def _open_theirs(folder: Path) -> Iterator[Source]:
     try:
         fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         config, remarks = from_transformers(fields)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter from lists in lists in lists
         raise ValueError(f"{folder / 'config.json'}: {error}") from error
     with open_tensors(folder) as tensors:
         listed = {entry.name: entry for entry in entries(config, layout_of(fields))}
@@ -209,12 +214,15 @@ def _read_piece(
 def load_initial(model: Transformer, path: Path) -> None:
     """Fill a model, before its engine is made, with the weights of a file; no collective.
 
-    path: our folder, or its model.safetensors. Of the experts only this rank's are read. Raises ValueError,
-    with all that is wrong, before anything is changed: names, shapes, settings that mean another model.
+    path: our folder, or its model.safetensors, or a checkpoint of a run or its model.safetensors. Of the
+    experts only this rank's are read. Raises ValueError, with all that is wrong, before anything is changed:
+    names, shapes, settings that mean another model. Values that are NaN or infinite are found while the
+    weights are copied: the model is then half filled, and must not be used. Where no config.toml says what
+    the weights mean, rank 0 prints that this was not checked.
     """
-    folder = path if path.is_dir() else path.parent
-    if (folder / CONFIG).is_file():
-        check_meaning(read_model(folder / CONFIG), model.config, folder / CONFIG)
+    toml = _find_config(path)
+    if toml is not None:
+        check_meaning(read_model(toml), model.config, toml)
     homes = {
         f"{name}.experts.{leaf}": layer.home_experts.tolist()
         for name, layer in model.named_modules()
@@ -229,6 +237,8 @@ def load_initial(model: Transformer, path: Path) -> None:
     }
     with open_tensors(path) as tensors:
         check_names(expected, tensors.shapes, path)
+        if toml is None and model.topology.rank == 0:
+            print(f"{path}: {_UNCHECKED}", flush=True)
         for name, value in state.items():
             if name in homes:
                 for local, expert in enumerate(homes[name]):
@@ -237,6 +247,14 @@ def load_initial(model: Transformer, path: Path) -> None:
                 value.copy_(tensors.read(name))
             if not bool(torch.isfinite(value).all()):
                 raise ValueError(f"{path}: {name} has values that are NaN or infinite")
+
+
+def _find_config(path: Path) -> Path | None:
+    """The config.toml of weights: beside them, or, for those of a checkpoint, in the folder of the run."""
+    folder = (path if path.is_dir() else path.parent).resolve()
+    run = rundir.RunDir(path=folder.parent.parent)
+    places = [folder / CONFIG] + ([run.config] if folder.parent == run.checkpoints else [])
+    return next((place for place in places if place.is_file()), None)
 
 
 def check_meaning(saved: ModelConfig, wanted: ModelConfig, where: Path) -> None:

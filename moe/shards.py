@@ -26,8 +26,10 @@ _HEADER = "pieces"
 
 
 def save(engine: Any, path: Path) -> None:
-    """Write this rank's pieces. Every rank writes its own file.   Raises ValueError as `Piece.moments`
-    does."""
+    """Write this rank's pieces. Every rank writes its own file.
+
+    Raises ValueError as `pieces` and `Piece.moments` do, OSError where the file cannot be written.
+    """
     state = zero_state.optimizer_state(engine)
     tensors: dict[str, np.ndarray] = {}
     header: dict[str, Any] = {}
@@ -37,7 +39,10 @@ def save(engine: Any, path: Path) -> None:
                 tensors[f"{kind}/{piece.name}"] = value.detach().to("cpu", torch.float32).numpy()
             scalars = piece.scalars(state)
             header[piece.name] = {"shape": piece.shape, "start": piece.start, "scalars": scalars}
-    save_file(tensors, path, metadata={_HEADER: json.dumps(header)})
+    try:
+        save_file(tensors, path, metadata={_HEADER: json.dumps(header)})
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
 
 
 def load(engine: Any, files: Sequence[Path]) -> None:

@@ -32,6 +32,7 @@ It is private API: `contract_problems` says what a DeepSpeed at hand lacks, and 
 """
 
 import importlib
+import inspect
 import math
 from typing import Any
 
@@ -46,6 +47,10 @@ from deepspeed.checkpoint.autoep_affine import (
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.runtime import compiler
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from moe import zero_state
@@ -54,6 +59,14 @@ from moe.layer import MoELayer
 from moe.topology import Topology
 
 _SHM_OP = "deepspeed_shm_comm"
+_STATE = {  # what moe/zero_state.py reads
+    DeepSpeedZeroOptimizer: "single_partition_of_fp32_groups real_dp_process_group round_robin_bit16_groups "
+    "round_robin_bit16_offsets update_lp_params",
+    DeepSpeedZeroOptimizer_Stage3: "fp16_groups grad_position get_param_id fp32_partitioned_groups_flat "
+    "persistent_parameters _get_param_partition_rank _reassign_or_swap_out_partitioned_parameters",
+    BF16_Optimizer: "bf16_groups fp32_groups_flat_partition real_dp_process_group update_lp_params",
+    FP16_UnfusedOptimizer: "fp16_groups fp32_groups unscale_and_clip_grads",
+}
 
 
 def contract_problems() -> list[str]:
@@ -67,6 +80,13 @@ def contract_problems() -> list[str]:
     for name in ("_take_model_step", "clip_fp32_gradients"):
         if not hasattr(deepspeed.DeepSpeedEngine, name):
             problems.append(f"DeepSpeedEngine.{name} is gone: the norm of stage 0 cannot be corrected")
+    for optimizer, names in _STATE.items():
+        source = inspect.getsource(optimizer)
+        problems += [
+            f"{optimizer.__name__}.{name} is gone: states cannot be saved"
+            for name in names.split()
+            if f"self.{name}" not in source and f"def {name}(" not in source
+        ]
     if _SHM_OP not in getattr(deepspeed.ops, "__compatible_ops__", {}):
         problems.append(f"deepspeed.ops.__compatible_ops__[{_SHM_OP!r}] is gone: it kept an op from building")
     return problems
@@ -143,7 +163,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     groups = [{"params": matrices, "name": "matrices", "weight_decay": weight_decay}]
     if vectors:
         groups.append({"params": vectors, "name": "vectors", "weight_decay": 0.0})
-    return split_params_into_different_moe_groups_for_optimizer(groups)
+    # no cut by size: the number of groups would differ with the EP size, and checkpoints count them
+    return split_params_into_different_moe_groups_for_optimizer(groups, max_group_size=math.inf)  # type: ignore[arg-type]
 
 
 def make_engine(model: nn.Module, settings: dict[str, Any], weight_decay: float = 0.0) -> Any:

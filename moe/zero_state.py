@@ -216,13 +216,17 @@ def optimizer_state(engine: Any) -> dict[Any, dict[str, Any]]:
 def make_state(engine: Any, holder: torch.Tensor, keys: Mapping[str, list[Any] | None]) -> None:
     """See that the optimizer has the state of a holder: zeros where keys say None, else [type, number]."""
     state = optimizer_state(engine)[holder]
+    # torch's fused and capturable optimizers count on the device, others on the CPU
+    on_device = any(g.get("fused") or g.get("capturable") for g in engine.optimizer.param_groups)
     for key, scalar in keys.items():
         if scalar is None:
             if key not in state:
                 state[key] = torch.zeros_like(holder, requires_grad=False)
         else:
             kind, number = scalar
-            state[key] = number if kind == "number" else torch.tensor(number, dtype=getattr(torch, kind))
+            device = holder.device if on_device else "cpu"
+            dtype = None if kind == "number" else getattr(torch, kind)
+            state[key] = number if dtype is None else torch.tensor(number, dtype=dtype, device=device)
 
 
 def counters(engine: Any) -> dict[str, Any]:
@@ -234,34 +238,40 @@ def counters(engine: Any) -> dict[str, Any]:
     scheduler = getattr(engine, "lr_scheduler", None)
     return {
         **{name: int(getattr(engine, name)) for name in COUNTERS},
-        "optimizer": _optimizer_name(engine),
+        "optimizer": optimizer_name(engine),
         "groups": groups,
         "scheduler": scheduler.state_dict() if scheduler is not None else None,
     }
 
 
 def set_counters(engine: Any, saved: Mapping[str, Any]) -> None:
-    """Take back what `counters` gave.   Raises ValueError where the optimizer is another."""
-    groups, name = engine.optimizer.param_groups, _optimizer_name(engine)
+    """Take back what `counters` gave, or its JSON.
+
+    Raises ValueError, before anything is set, where the optimizer or its hyperparameters are others.
+    """
+    groups, name = engine.optimizer.param_groups, optimizer_name(engine)
     if (saved["optimizer"], len(saved["groups"])) != (name, len(groups)):
         raise ValueError(
             f"the checkpoint is of {saved['optimizer']} with {len(saved['groups'])} groups of parameters, "
             f"and the engine has {name} with {len(groups)}: moments do not carry over; keep the optimizer"
         )
-    for group, values in zip(groups, saved["groups"], strict=True):
-        for key, value in values.items():
-            if key in DRIVEN:
-                group[key] = tuple(value) if isinstance(value, list) else value
-            elif key in group and group[key] != value:
-                raise ValueError(
-                    f"the optimizer's {key} was {value!r} and is now {group[key]!r}: a resumed run keeps it"
-                )
-    for name in COUNTERS:
-        setattr(engine, name, saved[name])
-    engine.micro_steps = saved["global_steps"] * engine.gradient_accumulation_steps()
     scheduler = getattr(engine, "lr_scheduler", None)
     if (scheduler is None) != (saved["scheduler"] is None):
         raise ValueError("the checkpoint and the engine differ in whether DeepSpeed has a scheduler")
+    # JSON has no tuples
+    values_G = [{k: tuple(v) if isinstance(v, list) else v for k, v in g.items()} for g in saved["groups"]]
+    for group, values in zip(groups, values_G, strict=True):
+        for key in values.keys() & group.keys() - set(DRIVEN):
+            if group[key] != values[key]:
+                raise ValueError(
+                    f"the optimizer's {key} was {values[key]!r} and is now {group[key]!r}: a resumed run "
+                    "keeps it"
+                )
+    for group, values in zip(groups, values_G, strict=True):
+        group.update({key: value for key, value in values.items() if key in DRIVEN})
+    for name in COUNTERS:
+        setattr(engine, name, saved[name])
+    engine.micro_steps = saved["global_steps"] * engine.gradient_accumulation_steps()
     if scheduler is not None:
         scheduler.load_state_dict(saved["scheduler"])
 
@@ -273,7 +283,8 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (bool, int, float))
 
 
-def _optimizer_name(engine: Any) -> str:
+def optimizer_name(engine: Any) -> str:
+    """The class of torch's optimizer inside of the engine's."""
     return type(getattr(engine.optimizer, "optimizer", engine.optimizer)).__name__
 
 

@@ -2,9 +2,9 @@
 
 It stands ahead of `moe/zero.py`. What `check_settings` refuses gives other gradients without a word, stops
 late or with a text that does not say what to change, is ignored where it promises something, or leaves state
-that a checkpoint cannot hold. What it lets through of the settings that bear on gradients has been run at
-worlds 2 and 4 with EP 2, and has the gradients of one process. All of it was seen or read in DeepSpeed 0.19.
-Plain data: no deepspeed here.
+that a checkpoint cannot hold. What it lets through of the settings that bear on gradients was run, most of
+it at world 4 with EP 2, and had the gradients of one process; a test repeats the main ones. All of it was
+seen or read in DeepSpeed 0.19. Plain data: no deepspeed here.
 """
 
 import json

@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from experiments.config import load_config
-from experiments.estimate import activation_bytes, available_bytes, check_fits, estimate_memory
+from experiments.estimate import (
+    activation_bytes,
+    available_bytes,
+    check_fits,
+    estimate_memory,
+    without_offloaded,
+)
 from moe import Topology
 from moe.model import Transformer, count_parameters
 
@@ -75,3 +81,14 @@ def test_too_large_a_model_is_refused_with_its_parts():
 def test_ranks_of_one_machine_share_its_memory():
     device = torch.device("cpu")
     assert available_bytes(device, 4) == pytest.approx(available_bytes(device, 1) / 4, rel=0.2)
+
+
+def test_what_is_offloaded_does_not_count_on_the_device():
+    estimate = estimate_memory(CONFIG, WORLD, 3)
+    assert without_offloaded(estimate, {"stage": 3}) == estimate
+    cpu = {"device": "cpu"}
+    optimizer = without_offloaded(estimate, {"offload_optimizer": cpu})
+    assert (optimizer.optimizer_bytes, optimizer.weights_bytes) == (0, estimate.weights_bytes)
+    both = without_offloaded(estimate, {"offload_optimizer": cpu, "offload_param": cpu})
+    assert (both.optimizer_bytes, both.weights_bytes) == (0, 0)
+    assert without_offloaded(estimate, {"offload_optimizer": {"device": "none"}}) == estimate

@@ -199,6 +199,90 @@ def test_what_our_model_cannot_express_is_refused(changes, message):
 
 
 @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": {}}, r"model_type=\{\} is not supported"),
+        ({"num_key_value_heads": "2"}, r"num_key_value_heads='2' must be an integer of at least 1"),
+        ({"num_key_value_heads": 0}, r"num_key_value_heads=0 must be an integer of at least 1"),
+        ({"head_dim": "8"}, r"head_dim='8' must be an integer"),
+        ({"head_dim": 8.0}, r"head_dim=8\.0 must be an integer"),
+        ({"head_dim": True}, r"head_dim=True must be an integer"),
+        ({"rms_norm_eps": None}, r"rms_norm_eps=None must be a finite number of at least 0"),
+        ({"rms_norm_eps": float("nan")}, r"rms_norm_eps=nan must be a finite number"),
+        ({"rope_theta": None}, r"rope_theta=None must be a finite number"),
+        ({"rope_theta": "x"}, r"rope_theta='x' must be a finite number"),
+        ({"rope_theta": 10**400}, r"rope_theta=10+ must be a finite number"),
+        ({"rope_parameters": [1]}, r"rope_parameters=\[1\] must be an object"),
+        ({"rope_parameters": []}, r"rope_parameters=\[\] must be an object"),
+        ({"rope_parameters": {"rope_theta": None}}, r"rope_theta=None must be a finite number"),
+        ({"router_aux_loss_coef": None}, r"router_aux_loss_coef=None must be a finite number"),
+        ({"router_aux_loss_coef": -1}, r"router_aux_loss_coef=-1 must be a finite number of at least 0"),
+        ({"mlp_only_layers": 3}, r"mlp_only_layers=3 must be a list in which each is of type int"),
+        ({"mlp_only_layers": [[1]]}, r"mlp_only_layers=\[\[1\]\] must be a list"),
+        ({"decoder_sparse_step": 0}, r"decoder_sparse_step=0 must be an integer of at least 1"),
+        ({"decoder_sparse_step": "1"}, r"decoder_sparse_step='1' must be an integer"),
+        ({"decoder_sparse_step": None}, r"decoder_sparse_step=None must be an integer"),
+        ({"num_experts": "4"}, r"num_experts='4' must be an integer"),
+        ({"num_experts": [4]}, r"num_experts=\[4\] must be an integer"),
+        ({"num_experts": 4.5}, r"num_experts=4\.5 must be an integer"),
+        ({"num_experts": 10**9}, r"num_experts=1000000000 must be at most 4096"),
+        ({"num_hidden_layers": 10**9}, r"num_hidden_layers=1000000000 must be at most 1000"),
+        ({"num_attention_heads": 10**9}, r"num_attention_heads=1000000000 must be at most 4096"),
+        ({"hidden_size": 10**30}, r"hidden_size=10+ must be at most 2147483647"),
+        ({"layer_types": 5}, r"layer_types=5 must be a list in which each is of type str"),
+        ({"sliding_window": "a", "use_sliding_window": True}, r"sliding_window='a' must be an integer"),
+        ({"use_sliding_window": "false"}, r"use_sliding_window='false' must be true or false"),
+        ({"norm_topk_prob": "false"}, r"norm_topk_prob='false' must be true or false"),
+        ({"tie_word_embeddings": "false"}, r"tie_word_embeddings='false' must be true or false"),
+        ({"torch_dtype": ["bfloat16"]}, r"torch_dtype=\['bfloat16'\] must be one of float16, float32"),
+        ({"first_k_dense": 0}, r"unknown field first_k_dense=0"),
+        ({"router_bias": 0.0}, r"unknown field router_bias=0\.0"),
+    ],
+    ids=lambda value: f"{value}"[:40] if isinstance(value, dict) else "",
+)
+def test_a_value_of_another_type_or_size_is_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        from_transformers(QWEN3_30B | changes)
+
+
+@pytest.mark.parametrize("fields", [[], None, "mixtral", 3])
+def test_a_file_that_is_no_object_is_refused(fields):
+    with pytest.raises(ValueError, match=r"config\.json holds .*; it must be an object of fields"):
+        from_transformers(fields)
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "read"),
+    [
+        (MIXTRAL_8X7B, "num_key_value_heads", lambda config: config.kv_heads == 32),
+        (MIXTRAL_8X7B, "head_dim", lambda config: config.head_width == 128),
+        (LLAMA, "num_key_value_heads", lambda config: config.kv_heads == 4),
+        (LLAMA, "head_dim", lambda config: config.head_width == 16),
+        (
+            LLAMA | {"model_type": "mistral", "num_key_value_heads": 2},
+            "sliding_window",
+            lambda c: c.seq_len == 128,
+        ),
+        (QWEN3_30B | {"use_sliding_window": True}, "sliding_window", lambda config: config.seq_len == 40960),
+        (QWEN3_30B, "mlp_only_layers", lambda config: config.num_dense_layers == 0),
+        (QWEN3_30B, "layer_types", lambda config: config.num_layers == 48),
+        (QWEN3_30B, "rope_parameters", lambda config: config.rope_base == 1e6),
+        (QWEN3_30B, "num_local_experts", lambda config: config.moe.router.num_experts == 128),
+        (QWEN3_30B, "torch_dtype", lambda config: config.dtype == "float32"),
+        (QWEN3_30B, "some_field_of_tomorrow", lambda config: True),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_null_stands_for_the_default_where_transformers_takes_it_so(base, name, read):
+    assert read(from_transformers(base | {name: None})[0])
+
+
+def test_a_window_that_is_on_but_left_out_has_the_size_of_transformers():
+    fields = {name: value for name, value in QWEN3_30B.items() if name != "sliding_window"}
+    assert from_transformers(fields | {"use_sliding_window": True})[0].seq_len == 4096
+
+
+@pytest.mark.parametrize(
     ("layout", "changes", "message"),
     [
         ("mixtral", {"router": {"score": "sigmoid"}}, r"router\.score=sigmoid: .*softmax"),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from experiments.job import Job, check_same, decide_on_main, do_on_all
+from experiments.job import Job, RankRaisedError, check_same, decide_on_main, do_on_all
 from moe import Topology, make_groups
 from moe.testing import run_ranks
 
@@ -48,3 +48,28 @@ def test_rank_0_decides_and_errors_are_raised_on_every_rank():
     differs = "the answer differs between ranks: rank 0 has 0, rank 2 has 1"
     lost = "rank 1: the disk of this machine is gone"
     assert run_ranks(agree, 3) == [["decided by 0", "refused by 0", differs, lost]] * 3
+
+
+def faults(rank, world):
+    """What each rank gets where rank 1, or rank 0 deciding, has a fault of ours and no user's mistake."""
+    job, said = job_of(rank, world), []
+
+    def fault():
+        if rank == 1 or world == 1:
+            raise KeyError("a fault of ours")
+
+    def decide():
+        raise TypeError("another")
+
+    for attempt in (lambda: do_on_all(job, fault), lambda: decide_on_main(job, decide)):
+        with pytest.raises(RankRaisedError) as raised:
+            attempt()
+        said.append(str(raised.value))
+    return said
+
+
+@pytest.mark.dist
+def test_a_fault_on_one_rank_is_raised_on_all():
+    told = ["rank 1: KeyError: 'a fault of ours'", "TypeError: another"]
+    assert run_ranks(faults, 2) == [told, told]
+    assert run_ranks(faults, 1) == [["KeyError: 'a fault of ours'", "TypeError: another"]]

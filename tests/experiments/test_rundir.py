@@ -58,3 +58,29 @@ def test_lock_is_exclusive_until_closed(tmp_path):
         rundir.lock(run)
     held.close()
     rundir.lock(run).close()
+
+
+@pytest.mark.parametrize("written", [0, 1, 2])
+def test_settings_that_a_kill_left_half_written_are_finished(tmp_path, monkeypatch, written):
+    """After none of the three files, or one, or two: `find` writes the others."""
+    run = rundir.create(tmp_path, "half", "tiny")
+    rundir.write_settings(run, load_config("tiny.toml"), {"stage": 1}, {"world_size": 2})
+    new = load_config("tiny.toml", ["train.ep_size=1"])
+    write_whole, calls = rundir.write_whole, []
+
+    def killed(path, text):
+        if len(calls) > written:
+            raise KeyboardInterrupt
+        calls.append(path)
+        write_whole(path, text)
+
+    monkeypatch.setattr(rundir, "write_whole", killed)
+    with pytest.raises(KeyboardInterrupt):
+        rundir.write_settings(run, new, {"stage": 3}, {"world_size": 1})
+    monkeypatch.undo()
+    assert rundir.find(tmp_path, "half") == run
+    assert load_config(run.config) == new
+    assert json.loads(run.deepspeed.read_text()) == {"stage": 3}
+    assert rundir.read_facts(run)["world_size"] == 1
+    names = {path.name for path in run.path.iterdir()}
+    assert names == {"config.toml", "deepspeed.json", "versions.json"}

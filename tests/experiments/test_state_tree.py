@@ -41,11 +41,20 @@ def test_tensors_come_back_bfloat16_too(tmp_path):
     assert back[1].item() == 3
 
 
+def test_keys_with_slashes_do_not_share_a_name(tmp_path):
+    back = there_and_back({"a/b": np.array([1]), "a": {"b": np.array([2])}}, tmp_path)
+    assert (back["a/b"].tolist(), back["a"]["b"].tolist()) == ([1], [2])
+
+
+def test_the_other_byte_order_comes_back_as_numbers(tmp_path):
+    assert there_and_back({"x": np.array([1, 300], dtype=">i8")}, tmp_path)["x"].tolist() == [1, 300]
+
+
 def test_what_is_packed_is_a_copy():
     array, tensors = np.zeros(2), {}
     pack({"x": array}, "loop", tensors)
     array += 1
-    assert tensors["loop/x"].tolist() == [0.0, 0.0]
+    assert tensors["loop/x#0"].tolist() == [0.0, 0.0]
 
 
 class Pair(NamedTuple):
@@ -60,6 +69,8 @@ class Pair(NamedTuple):
         (Pair(first=1), r"state loop is a Pair.*_asdict"),
         ({"s": np.array(["x"])}, r"state loop/s is an array of <U1"),
         ({"o": np.array([None])}, r"state loop/o is an array of object"),
+        ({"l": np.zeros(1, np.longdouble)}, r"state loop/l is an array of float128"),
+        ({"m": np.ma.masked_array([1, 2], [True, False])}, r"state loop/m is a masked array"),
     ],
 )
 def test_objects_are_refused_with_their_place(tree, message):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_tensors
 
@@ -203,6 +204,7 @@ from experiments import session, train
 class Loop:
     def __init__(self):
         self.state = {"calls": 0, "steps": np.zeros(0, np.int64), "deep": [torch.zeros(2), None]}
+        self.state["random"] = []
     def state_dict(self):
         return self.state
     def load_state_dict(self, state):
@@ -211,6 +213,7 @@ class Loop:
         self.state["calls"] += 1
         self.state["steps"] = np.append(self.state["steps"], step)
         self.state["deep"][0] += step
+        self.state["random"].append(float(torch.rand(())))
 
 build, record_step = session.build, session.record_step
 
@@ -221,6 +224,7 @@ def with_loop(*args):
 
 def counting(trainer, outcome, progress):
     trainer.loops["counter"].update(outcome.sample.step)
+    trainer.model.blocks[1].feed_forward.router.bias.bias_E += torch.arange(4.0) * outcome.sample.step
     record_step(trainer, outcome, progress)
 
 session.build, session.record_step = with_loop, counting
@@ -228,11 +232,14 @@ sys.exit(train.main())
 """
 
 
-def test_the_state_of_a_registered_loop_is_saved_and_taken_back(rank_env, counterpoise, small_toml, tmp_path):
+def test_loops_router_bias_forced_draws_and_random_numbers_are_taken_back(
+    rank_env, counterpoise, small_toml, tmp_path
+):
     (tmp_path / "with_loop.py").write_text(WITH_LOOP)
     env = {**rank_env, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
     options = {"cwd": tmp_path, "env": env, "capture_output": True, "text": True, "timeout": 120}
     new = ["--config", str(small_toml), "--name", "loop", "--set", "train.steps=3"]
+    new += ["--set", "router.forced=uniform", "--set", "train.schedule=constant"]
     for arguments in (new, ["--resume", "loop", "--set", "train.steps=5"]):
         script = f"from experiments.launch import launch; exit(launch({arguments}, 2, module='with_loop'))"
         done = subprocess.run([sys.executable, "-c", script], check=False, **options)
@@ -242,6 +249,14 @@ def test_the_state_of_a_registered_loop_is_saved_and_taken_back(rank_env, counte
     state = unpack(packed, load_tensors(path / "loops.safetensors"))
     assert (state["calls"], state["steps"].tolist()) == (5, [1, 2, 3, 4, 5])
     assert (state["deep"][0].tolist(), state["deep"][1]) == ([15.0, 15.0], None)
+    buffers = load_tensors(path / "buffers.safetensors")
+    router = "blocks.1.feed_forward.router"
+    assert buffers[f"{router}.bias.bias_E"].tolist() == [0.0, 15.0, 30.0, 45.0]
+    assert buffers[f"{router}.forced.draws"].item() == 5 * 2, "one a training forward"
+    saved = load_tensors(path.with_name("step-00000003") / "random" / "rank-0.safetensors")["cpu"]
+    generator = torch.Generator()
+    generator.set_state(saved)
+    assert state["random"][3:] == torch.rand(2, generator=generator).tolist()
     done = counterpoise("train", "--resume", "loop", "--set", "train.steps=6", cwd=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "has the state of the loops ['counter'], and this run has []" in done.stderr
@@ -446,8 +461,12 @@ def test_changed_engine_settings_are_refused_on_resume(counterpoise, small_toml,
     done = counterpoise("train", "--resume", "own", "--set", "train.steps=4", cwd=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
     assert re.search(r"mine.json differs from \S*deepspeed.json in zero_optimization", done.stderr)
+    assert "or add --reshape" in done.stderr
+    done = counterpoise("train", "--resume", "own", "--reshape", "--set", "train.steps=4", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ZeRO 2" in done.stdout, "the file as it is now, not the run's copy"
     (tmp_path / "mine.json").unlink()
-    done = counterpoise("train", "--resume", "own", "--set", "train.steps=4", cwd=tmp_path)
+    done = counterpoise("train", "--resume", "own", "--set", "train.steps=5", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -559,6 +578,39 @@ def test_a_gradient_that_is_not_finite_ends_the_run_before_it_is_saved(
         assert np.isfinite(value).all(), name
 
 
+NO_ROOM = """
+import os, sys
+from experiments import train
+from moe import shards
+
+save = shards.save
+
+def full_disk(engine, path):
+    if os.environ["RANK"] == "1" and engine.global_steps == 4:
+        raise {error}
+    save(engine, path)
+
+shards.save = full_disk
+sys.exit(train.main())
+"""
+
+
+@pytest.mark.parametrize("error", ["OSError('No space left on device')", "KeyError('a fault of ours')"])
+def test_a_save_that_fails_on_one_rank_fails_alike_on_all(rank_env, small_toml, tmp_path, error):
+    (tmp_path / "no_room.py").write_text(NO_ROOM.format(error=error))
+    arguments = ["--config", str(small_toml), "--name", "full", "--set", "train.checkpoint_every=2"]
+    script = f"from experiments.launch import launch; exit(launch({arguments}, 2, module='no_room'))"
+    env = {**rank_env, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    options = {"capture_output": True, "text": True, "timeout": 120, "check": False}
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=env, **options)
+    assert done.returncode == 1, done.stdout + done.stderr
+    text = "No space left on device" if "OSError" in error else "KeyError: 'a fault of ours'"
+    said = f"the checkpoint of step 4 was not saved: rank 1: {text}; the last good checkpoint is runs/full/"
+    assert len(re.findall(rf"Error: .*{re.escape(said)}checkpoints/step-00000002", done.stderr)) >= 2
+    left = [path.name for path in (tmp_path / "runs" / "full" / "checkpoints").iterdir()]
+    assert left == ["step-00000002"], "what was written in vain takes no room"
+
+
 SWAPPED = """
 import sys
 import torch
@@ -588,7 +640,7 @@ def test_modules_swapped_behind_the_optimizer_are_named(rank_env, small_toml, tm
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=env, **options)
     assert done.returncode == 1, done.stdout + done.stderr
     if every == 0:
-        message = r"error: step 10: 1 trainable parameters are as they were at the start: head.weight. Either"
+        message = r"error: step 10: 1 trainable parameters are as they were 10 steps ago: head.weight. Either"
         assert "Traceback" not in done.stderr, done.stderr
     else:
         message = r"head.weight are trainable, and the engine's optimizer does not have them"

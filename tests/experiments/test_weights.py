@@ -108,6 +108,44 @@ def test_a_model_that_means_something_else_is_refused_though_the_shapes_fit(fold
     assert "router.score is 'softmax' there and 'sigmoid' here" in told
 
 
+@pytest.fixture
+def run(folder: Path) -> Path:
+    """A run with one checkpoint, of the weights of `folder`; config.toml is the run's alone."""
+    weights = folder / "run" / "checkpoints" / "step-00000005" / WEIGHTS
+    weights.parent.mkdir(parents=True)
+    (folder / WEIGHTS).rename(weights)
+    (folder / "config.toml").rename(folder / "run" / "config.toml")
+    return folder / "run"
+
+
+@pytest.mark.parametrize("given", ["run/checkpoints/step-00000005/model.safetensors", "link", "here"])
+def test_weights_of_a_checkpoint_mean_what_their_run_says(run, given, monkeypatch, capsys):
+    step = run / "checkpoints" / "step-00000005"
+    (run.parent / "link").symlink_to(step)
+    monkeypatch.chdir(step if given == "here" else run.parent)
+    path = Path(WEIGHTS if given == "here" else given)
+    router = dataclasses.replace(CONFIG.moe.router, score="sigmoid")
+    moe = dataclasses.replace(CONFIG.moe, router=router)
+    other = make_model(9, dataclasses.replace(CONFIG, num_heads=6, rope_base=5.0, moe=moe))
+    with pytest.raises(ValueError) as caught:
+        load_initial(other, path)
+    for name in ("model.num_heads", "model.rope_base", "router.score"):
+        assert f"{name} is " in str(caught.value)
+    assert str(run / "config.toml") in str(caught.value)
+    load_initial(make_model(9), path)
+    assert capsys.readouterr().out == ""
+
+
+def test_it_is_said_once_where_nothing_tells_what_weights_mean(folder, capsys):
+    (folder / "config.toml").unlink()
+    load_initial(make_model(9), folder / WEIGHTS)
+    told = capsys.readouterr().out
+    assert told.count("no config.toml tells what these weights mean") == 1
+    assert "rope_base" in told and "router.score" in told
+    load_initial(make_model(9, world_size=2, ep_size=2, rank=1), folder / WEIGHTS)
+    assert capsys.readouterr().out == ""
+
+
 def test_another_top_k_and_length_are_not_another_meaning():
     router = dataclasses.replace(CONFIG.moe.router, top_k=1)
     moe = dataclasses.replace(CONFIG.moe, router=router)
@@ -241,6 +279,13 @@ def test_a_folder_of_transformers_is_read_under_our_names(tmp_path):
         assert not source.ours
         for name, value in ours.items():
             assert torch.equal(source.read(name), value), name
+
+
+@pytest.mark.parametrize("text", ["[]", "[" * 100_000, "{", '{"model_type": []}'])
+def test_a_config_that_is_none_is_named(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json: "), open_source(str(tmp_path), ""):
+        pass
 
 
 def test_a_tied_head_is_the_embedding(tmp_path):

@@ -152,6 +152,25 @@ def test_homes_out_of_expert_order_are_refused_under_an_engine():
         zero.ZeroMoELayer(config().moe, Topology(), slot_to_expert_S=slots)
 
 
+@pytest.mark.deepspeed
+def test_the_number_of_optimizer_groups_does_not_depend_on_the_ep_size():
+    """DeepSpeed's default cuts expert groups at 179 M elements of this rank, and checkpoints count groups."""
+    from moe import zero
+
+    numbers = set()
+    for ep_size in (8, 4, 2, 1):
+        model = torch.nn.Module()
+        model.dense = torch.nn.Parameter(torch.empty(4, 4, device="meta"))
+        for name in ("w1", "w2", "w3", "v1", "v2", "v3"):
+            weight = torch.nn.Parameter(torch.empty(8 // ep_size, 1024, 8192, device="meta"))
+            weight.allreduce, weight.group_name = False, f"ep_size_{ep_size}"
+            setattr(model, name, weight)
+        groups = zero.parameter_groups(model, 0.1)
+        assert sum(len(group["params"]) for group in groups) == 7
+        numbers.add(len(groups))
+    assert numbers == {2}
+
+
 def test_the_private_api_is_all_there():
     from moe import zero
 

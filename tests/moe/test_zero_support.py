@@ -27,6 +27,8 @@ REFUSED = [
     ("zero_optimization.allgather_bucket_size", "5e8", 1, "even"),
     ("zero_optimization.zero_hpz_partition_size", "2", 3, "take it out (1)"),
     ("zero_optimization.legacy_stage1", True, 1, "take it out"),
+    ("communication_data_type", "fp16", 1, "loss scale"),
+    ("communication_data_type", "bf16", 0, "rounded on the wire"),
     ("data_types.grad_accum_dtype", "fp32", 0, "use stage 1, 2 or 3", {"dtype": "bfloat16"}),
     ("data_types.grad_accum_dtype", "bf16", 1, 'model.dtype = "bfloat16"'),
     ("data_types.grad_accum_dtype", "fp16", 1, 'use "fp32"', {"dtype": "bfloat16"}),
