@@ -19,13 +19,14 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from balancer import split_kernels, split_send
+from balancer.compiled import compile_file
 from balancer.split_checks import (
     Counts,
     check_ranks,
@@ -305,22 +306,8 @@ def _compile() -> SimpleNamespace:
     peak = types.int64(given_1, given_1, speed, given_1, vector, vector, vector)
     slot = types.int64(given_2, given_1, given_1, speed, given_1, options, vector, vector, vector)
     send = types.void(given_2, given_1, vector, number, number, number, out, vector)
-    compiled = _compile_file(split_kernels, {"peak_split": peak, "slot_split": slot})
-    return SimpleNamespace(**compiled, **_compile_file(split_send, {"send_rows": send}))
-
-
-def _compile_file(module: ModuleType, signatures: dict[str, Any]) -> dict[str, Any]:
-    """Entries of one file by name. They and their helpers are copies: the module's own stay plain."""
-    from numba import njit
-
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-    inner: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    names = dict(vars(module))
-    for name, plain in vars(module).items():
-        if isinstance(plain, FunctionType):
-            copy = FunctionType(plain.__code__, names, name)
-            names[name] = copy if name in signatures else njit(**options, **inner)(copy)
-    return {name: njit(types, cache=True, **options)(names[name]) for name, types in signatures.items()}
+    compiled = compile_file(split_kernels, {"peak_split": peak, "slot_split": slot})
+    return SimpleNamespace(**compiled, **compile_file(split_send, {"send_rows": send}))
 
 
 def _outputs(num_sources: int, num_slots: int, num_ranks: int, rank: int | None) -> Rows:

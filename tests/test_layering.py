@@ -47,6 +47,7 @@ RULES = {
     "balancer": Rule(
         always=_names("balancer numpy"),
         on_use={
+            "balancer/compiled.py": _names("numba"),
             "balancer/split.py": _names("numba"),
             "balancer/kernels.py": _names("numba"),
             "balancer/forecast.py": _names("numba"),

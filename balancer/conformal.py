@@ -1,0 +1,154 @@
+"""Conformal: intervals that cover what they promise, whatever the forecaster, counting how often they miss.
+
+Behind the forecasters: a forecast of root shares f with spread sd (`balancer/spread.py`) gets the interval
+f -+ m sd lag^0.35, and the multiplier m of every horizon and layer is learnt from the scores of forecasts
+whose time has come:
+
+    score           z = |sqrt s - f| / (sd lag^0.35)        lag = horizon in samples
+    scores lately   histogram over ln z, forgetting a fifth with every sample
+    m               its quantile 1 - alpha
+    alpha           alpha + gamma (promised miss rate - miss rate of this sample): adaptive conformal
+    inference
+                    (Gibbs and Candes, 2021); on average the promise is kept even if the scores drift
+
+Only *live* experts count, those expected to get 5 copies or more: the empty ones are covered almost surely,
+and would let the interval of the others shrink. lag^0.35 is a start only (a random walk would have 0.5, noise
+alone 0): m takes over once scores come in.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+LIVE_COPIES = 5.0
+LAG_POWER = 0.35
+_FORGET, _ALPHA_GAIN, _ALPHA_BOUNDS = 0.8, 0.05, (0.005, 0.6)
+# bins of ln z, from 0.02 to 200; the first and the last catch what is beyond
+NUM_BINS, LOG_LOW, LOG_HIGH = 92, float(np.log(0.02)), float(np.log(200.0))
+BIN_WIDTH = (LOG_HIGH - LOG_LOW) / NUM_BINS
+LEAST_WIDTH = 1e-12
+
+
+class Conformal(NamedTuple):
+    """score_HLB [H, L, bins + 2]: histogram of scores lately;  alpha_HL [H, L]: miss rate aimed at;  level
+    []: promised coverage."""
+
+    score_HLB: Floats
+    alpha_HL: Floats
+    level: Floats
+
+
+def conformal_init(num_horizons: int, num_layers: int, num_experts: int, level: float) -> Conformal:
+    """State that has seen no score: as if one sample of normal scores had come in.
+
+    Raises ValueError for a level that is not inside (0, 1).
+    """
+    if not 0.0 < level < 1.0:
+        raise ValueError(f"level={level} must lie between 0 and 1; 0.9 covers nine of ten")
+    start_B = _half_normal_bins() * num_experts
+    score_HLB = np.broadcast_to(start_B, (num_horizons, num_layers, start_B.size)).copy()
+    alpha_HL = np.full((num_horizons, num_layers), 1.0 - level)
+    return Conformal(score_HLB, alpha_HL, np.array(level))
+
+
+def multiplier(state: Conformal, horizon: int) -> Floats:
+    """Multiplier m [L] of a horizon (its index): quantile 1 - alpha of the scores lately."""
+    score_LB = state.score_HLB[horizon]
+    share_LB = np.cumsum(score_LB, axis=-1) / score_LB.sum(axis=-1, keepdims=True)
+    wanted_L1 = 1.0 - state.alpha_HL[horizon][:, None]
+    bin_L1 = np.minimum((share_LB < wanted_L1).sum(axis=-1, keepdims=True), NUM_BINS + 1)
+    above_L1 = np.take_along_axis(share_LB, bin_L1, axis=-1)
+    below_L1 = np.where(bin_L1 > 0, np.take_along_axis(share_LB, np.maximum(bin_L1 - 1, 0), axis=-1), 0.0)
+    within_L1 = (wanted_L1 - below_L1) / np.maximum(above_L1 - below_L1, 1e-12)
+    return np.exp(LOG_LOW + (bin_L1 - 1 + np.clip(within_L1, 0.0, 1.0)) * BIN_WIDTH)[:, 0]
+
+
+def conformal_update(
+    state: Conformal, horizon: int, count_LB: Floats, number_L: Floats, missed_L: Floats
+) -> Conformal:
+    """Take the scores of one sample in; changes the arrays of `state`.
+
+    horizon: its index. count_LB, number_L, missed_L: what `Bands.tally` counted, with the multiplier of now;
+    a layer without any is left as it was.
+    """
+    counts_L = number_L > 0
+    error_L = (1.0 - state.level) - missed_L / np.maximum(number_L, 1)
+    alpha_L = np.clip(state.alpha_HL[horizon] + _ALPHA_GAIN * error_L, *_ALPHA_BOUNDS)
+    state.alpha_HL[horizon] = np.where(counts_L, alpha_L, state.alpha_HL[horizon])
+    old_LB = state.score_HLB[horizon]
+    state.score_HLB[horizon] = np.where(counts_L[:, None], _FORGET * old_LB + count_LB, old_LB)
+    return state
+
+
+class Bands(Protocol):
+    """The two passes over all experts: numpy's below, or numba's."""
+
+    def tally(
+        self,
+        share_LE: Floats,
+        root_LE: Any,
+        std_LE: Any,
+        reach: float,
+        total_L: Floats,
+        multiplier_L: Floats,
+    ) -> tuple[Floats, Floats, Floats]: ...
+
+    def bands(
+        self, mean_HLE: Floats, std_LE: Floats, reach_H: Floats, multiplier_HL: Floats, normal: float
+    ) -> tuple[Floats, Floats, Floats]: ...
+
+
+class NumpyBands:
+    """The passes as array expressions: what the compiled ones are compared with."""
+
+    def tally(
+        self,
+        share_LE: Floats,
+        root_LE: Any,
+        std_LE: Any,
+        reach: float,
+        total_L: Floats,
+        multiplier_L: Floats,
+    ) -> tuple[Floats, Floats, Floats]:
+        """Scores of one origin, counted.
+
+        share_LE: [L, E] what came;  root_LE, std_LE: [L, E] root of the forecast and its spread then;  reach:
+        lag^0.35;  total_L: copies now, 0 for a layer not to be counted;  multiplier_L: m. Returns count_LB
+        [L, bins + 2], how many live experts there are, and how many of them the interval missed.
+        """
+        expected_LE = np.asarray(root_LE, dtype=np.float64)
+        width_LE = np.maximum(np.asarray(std_LE, dtype=np.float64) * reach, LEAST_WIDTH)
+        score_LE = np.abs(np.sqrt(share_LE) - expected_LE) / width_LE
+        live_LE = (expected_LE**2 * total_L[:, None] >= LIVE_COPIES) & (total_L > 0)[:, None]
+        missed_L = (live_LE & (score_LE > multiplier_L[:, None])).sum(axis=-1)
+        place_LE = np.floor((np.log(np.maximum(score_LE, 1e-300)) - LOG_LOW) / BIN_WIDTH).astype(np.int64) + 1
+        place_LE = np.clip(place_LE, 0, NUM_BINS + 1) + np.arange(len(total_L))[:, None] * (NUM_BINS + 2)
+        counts = np.bincount(place_LE[live_LE], minlength=len(total_L) * (NUM_BINS + 2))
+        count_LB = counts.reshape(len(total_L), NUM_BINS + 2).astype(np.float64)
+        return count_LB, live_LE.sum(axis=-1).astype(np.float64), missed_L.astype(np.float64)
+
+    def bands(
+        self, mean_HLE: Floats, std_LE: Floats, reach_H: Floats, multiplier_HL: Floats, normal: float
+    ) -> tuple[Floats, Floats, Floats]:
+        """Interval and standard deviation of the shares.
+
+        mean_HLE: [H, L, E] shares;  std_LE: spread of root shares;  reach_H: lag^0.35;  multiplier_HL: m;
+        normal: m of normal errors. Returns low, high and std [H, L, E]; of the square of a normal variable
+        the variance is 4 mean^2 var + 2 var^2.
+        """
+        root_HLE = np.sqrt(mean_HLE)
+        half_HLE = multiplier_HL[:, :, None] * (std_LE * reach_H[:, None, None])
+        var_HLE = (half_HLE / normal) ** 2
+        low_HLE = np.maximum(root_HLE - half_HLE, 0.0) ** 2
+        high_HLE = np.minimum(root_HLE + half_HLE, 1.0) ** 2
+        return low_HLE, high_HLE, np.sqrt(4.0 * mean_HLE * var_HLE + 2.0 * var_HLE**2)
+
+
+def _half_normal_bins() -> Floats:
+    """Probability of each bin for |z| of a standard normal, by the midpoint rule; sums to 1."""
+    middle_B = np.exp(LOG_LOW + (np.arange(-1, NUM_BINS + 1) + 0.5) * BIN_WIDTH)
+    weight_B = middle_B * np.exp(-0.5 * middle_B**2)
+    return weight_B / weight_B.sum()

@@ -1,0 +1,232 @@
+"""Forecaster: what all forecasters share, around the one thing in which they differ, their mean.
+
+A `Member` turns samples of shares into mean shares; `build` makes a forecaster of it: checks, samples without
+load, missing samples, spread, and intervals that are calibrated on its own past forecasts. Then:
+
+    counts -> shares, jumps and spread (spread.py) -> member -> mean -> interval (conformal.py)
+                                  ^ errors of forecasts whose time has come (origins.py) ^
+"""
+
+from collections.abc import Callable, Sequence
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from balancer.conformal import (
+    LAG_POWER,
+    Bands,
+    Conformal,
+    NumpyBands,
+    conformal_init,
+    conformal_update,
+    multiplier,
+)
+from balancer.forecast_record import (
+    JUMPED,
+    MOVING,
+    SETTLED,
+    UNKNOWN,
+    Forecast,
+    Forecaster,
+    checked_horizons,
+    checked_sample,
+)
+from balancer.origins import FREE, num_slots, place, take_due
+from balancer.spread import Spread, shares_of, spread_init, spread_std, spread_update
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+# samples for which a layer counts as jumped; and the change over the usual one from which it moves
+_JUMPED_SAMPLES, _MOVING_RATIO = 20, 1.3
+# samples without a jump after which a layer had something settled that a jump makes worthless
+_SETTLED_SAMPLES = 8
+NEVER = int(np.iinfo(np.int64).max)
+
+
+class Sample(NamedTuple):
+    """One sample as a member sees it.
+
+    step [];  share_LE [L, E]: shares, of a layer without load those before;  total_L [L]: copies;  loaded_L
+    [L]: layers with load;  jumped_L [L]: layers that jumped now;  restart_L [L]: those of them that had been
+    settled, so that what was known is worthless (an early jump may be taken back);  since_L [L]: step from
+    which on forecasts of a layer are evidence (its last jump, its first load);  lag_H [H]: horizons in
+    samples;  interval []: steps between samples.
+    """
+
+    step: int
+    share_LE: Floats
+    total_L: Floats
+    loaded_L: Flags
+    jumped_L: Flags
+    restart_L: Flags
+    since_L: Integers
+    lag_H: Integers
+    interval: float
+
+
+class Member(NamedTuple):
+    """init(num_layers, num_experts, horizons_H) -> state; update(sample, state) -> state;
+    mean(lag_H, state) -> [H, L, E], 0 or more, summing to 1."""
+
+    init: Callable[[int, int, Integers], Any]
+    update: Callable[[Sample, Any], Any]
+    mean: Callable[[Integers, Any], Floats]
+
+
+class State(NamedTuple):
+    """step, interval []: of the last sample, and between samples (0: unknown);  horizons_H [H];  since_L [L]:
+    see Sample;  spread, conformal;  member: the member's own;  mean_HLE [H, L, E]: its forecast now;
+    origin_HQ [H, slots]: steps of the forecasts not yet met, with their root means root_HQLE and spreads
+    std_HQLE (float32)."""
+
+    step: Integers
+    interval: Floats
+    horizons_H: Integers
+    since_L: Integers
+    spread: Spread
+    conformal: Conformal
+    member: Any
+    mean_HLE: Floats
+    origin_HQ: Integers
+    root_HQLE: NDArray[np.float32]
+    std_HQLE: NDArray[np.float32]
+
+
+def build(member: Member, level: float = 0.9, bands: Bands | None = None) -> Forecaster:
+    """Return a forecaster around a member.
+
+    level: coverage of the intervals, in (0, 1); 0.9. bands: the passes of the intervals; numpy's by default.
+    Raises ValueError for another level.
+    """
+    conformal_init(1, 1, 1, level)
+    used = NumpyBands() if bands is None else bands
+
+    def init(num_layers: int, num_experts: int, horizons: Sequence[int]) -> State:
+        return _init(member, level, num_layers, num_experts, horizons)
+
+    def update(step: int, tokens_per_expert_LE: ArrayLike, state: State) -> State:
+        return _update(member, used, step, tokens_per_expert_LE, state)
+
+    def forecast(state: State) -> Forecast:
+        return _forecast(used, state)
+
+    return Forecaster(init, update, forecast)
+
+
+def shares(values_XE: Floats) -> Floats:
+    """Clip to 0 and divide by the sum over the experts; uniform where nothing is left."""
+    clipped_XE = np.maximum(values_XE, 0.0)
+    total_X1 = clipped_XE.sum(axis=-1, keepdims=True)
+    return np.where(
+        total_X1 > 0, clipped_XE / np.where(total_X1 > 0, total_X1, 1.0), 1.0 / values_XE.shape[-1]
+    )
+
+
+def lags(horizons_H: Integers, interval: float) -> Integers:
+    """Horizons in samples [H], at least 1."""
+    return np.maximum(1, np.rint(horizons_H / interval if interval > 0 else 0.0 * horizons_H)).astype(
+        np.int64
+    )
+
+
+def _init(member: Member, level: float, num_layers: int, num_experts: int, horizons: Sequence[int]) -> State:
+    horizons_H = checked_horizons(num_layers, num_experts, horizons)
+    slots = num_slots(2 * horizons_H.size * num_layers * num_experts)
+    shape_HQLE = (horizons_H.size, slots, num_layers, num_experts)
+    return State(
+        step=np.array(-1),
+        interval=np.array(0.0),
+        horizons_H=horizons_H,
+        since_L=np.full(num_layers, NEVER),
+        spread=spread_init(num_layers, num_experts),
+        conformal=conformal_init(horizons_H.size, num_layers, num_experts, level),
+        member=member.init(num_layers, num_experts, horizons_H),
+        mean_HLE=np.full((horizons_H.size, num_layers, num_experts), 1.0 / num_experts),
+        origin_HQ=np.full(shape_HQLE[:2], FREE),
+        root_HQLE=np.zeros(shape_HQLE, dtype=np.float32),
+        std_HQLE=np.zeros(shape_HQLE, dtype=np.float32),
+    )
+
+
+def _update(member: Member, bands: Bands, step: int, tokens_per_expert_LE: ArrayLike, state: State) -> State:
+    num_layers, num_experts = state.mean_HLE.shape[1:]
+    counts_LE = checked_sample(step, tokens_per_expert_LE, int(state.step), (num_layers, num_experts))
+    share_LE, loaded_L = shares_of(counts_LE, state.spread)
+    total_L = counts_LE.sum(axis=-1)
+    jumped_L, spread = spread_update(share_LE, total_L, loaded_L, state.spread)
+    interval = _next_interval(step, state)
+    fresh_L = jumped_L | (loaded_L & (state.spread.seen_L == 0))
+    since_L = np.where(fresh_L, step, state.since_L)
+    lag_H = lags(state.horizons_H, interval)
+    restart_L = jumped_L & (state.spread.age_L >= _SETTLED_SAMPLES)
+    sample = Sample(step, share_LE, total_L, loaded_L, jumped_L, restart_L, since_L, lag_H, interval)
+    conformal = _score(bands, sample, state)
+    inner = member.update(sample, state.member)
+    state = state._replace(
+        step=np.array(step), interval=np.array(interval), since_L=since_L, spread=spread, conformal=conformal
+    )
+    state = state._replace(member=inner, mean_HLE=member.mean(lag_H, inner))
+    _keep(step, state)
+    return state
+
+
+def _next_interval(step: int, state: State) -> float:
+    """Steps between samples: the least lately, so that a missing sample does not stretch it."""
+    gap, known = float(step - state.step), float(state.interval)
+    if state.step < 0:
+        return 0.0
+    return gap if known == 0.0 or gap < known else known + 0.1 * (gap - known)
+
+
+def _score(bands: Bands, sample: Sample, state: State) -> Conformal:
+    """Learn from the forecasts that this sample meets."""
+    conformal = state.conformal
+    for h, horizon in enumerate(state.horizons_H):
+        made_Q = state.origin_HQ[h].copy()
+        reach = float(sample.lag_H[h]) ** LAG_POWER
+        for slot in take_due(state.origin_HQ[h], int(horizon), sample.step, sample.interval):
+            total_L = np.where(made_Q[slot] >= sample.since_L, sample.total_L, 0.0)
+            root_LE, std_LE = state.root_HQLE[h, slot], state.std_HQLE[h, slot]
+            found = bands.tally(sample.share_LE, root_LE, std_LE, reach, total_L, multiplier(conformal, h))
+            conformal = conformal_update(conformal, h, *found)
+    return conformal
+
+
+def _keep(step: int, state: State) -> None:
+    """Store the forecasts made now."""
+    std_LE = None
+    for h, horizon in enumerate(state.horizons_H):
+        slot = place(state.origin_HQ[h], int(horizon), step)
+        if slot != FREE:
+            std_LE = spread_std(state.spread) if std_LE is None else std_LE
+            state.root_HQLE[h, slot] = np.sqrt(state.mean_HLE[h])
+            state.std_HQLE[h, slot] = std_LE
+
+
+def _forecast(bands: Bands, state: State) -> Forecast:
+    level = float(state.conformal.level)
+    reach_H = lags(state.horizons_H, float(state.interval)).astype(np.float64) ** LAG_POWER
+    multiplier_HL = np.stack([multiplier(state.conformal, h) for h in range(reach_H.size)])
+    normal = NormalDist().inv_cdf(0.5 + level / 2)
+    found = bands.bands(state.mean_HLE, spread_std(state.spread), reach_H, multiplier_HL, normal)
+    return Forecast(
+        step=int(state.step),
+        horizons_H=state.horizons_H.copy(),
+        mean_HLE=state.mean_HLE.copy(),
+        std_HLE=found[2],
+        regime_L=_regime(state.spread),
+        low_HLE=found[0],
+        high_HLE=found[1],
+        level=level,
+    )
+
+
+def _regime(spread: Spread) -> Integers:
+    jumped_L = (spread.age_L < _JUMPED_SAMPLES) & (spread.age_L + 1 < spread.seen_L)
+    moving_L = spread.change_L > _MOVING_RATIO * np.maximum(spread.slow_change_L, 1e-12)
+    known = np.where(jumped_L, JUMPED, np.where(moving_L, MOVING, SETTLED))
+    return np.where(spread.seen_L < 3, UNKNOWN, known).astype(np.int64)
