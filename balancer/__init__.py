@@ -5,6 +5,9 @@ needs more (TensorBoard, numba, scipy) imports it on use. So this folder can be 
 """
 
 from balancer.dashboard import Dashboard, JsonlSink, load_heatmap, read_jsonl, training_layout
+from balancer.dispersion import estimate_dispersion, init_dispersion, update_dispersion
+from balancer.forecast import FORECASTERS, forecaster
+from balancer.forecast_record import REGIMES, Forecast, Forecaster, copy_state
 from balancer.metrics import (
     balancedness,
     dead_experts,
@@ -12,21 +15,29 @@ from balancer.metrics import (
     load_shares,
     max_violation,
     mean_balancedness,
+    moved_slots,
     normalized_entropy,
     rank_load,
     sum_balancedness,
     total_variation,
     violation_floor,
 )
+from balancer.scenarios import Scenarios, draw_scenarios
 from balancer.spare import fill_spare_slots
 from balancer.split import ExactSplit, SplitResult, balanced_peak, exact_split, split_rows
 from balancer.synth import collapse_trace
+from balancer.synth_kinds import synth_trace, true_shares
 from balancer.trace import Trace, TraceWriter, check_conservation, load_trace, save_npz
 
 __all__ = [
+    "FORECASTERS",
+    "REGIMES",
     "Dashboard",
     "ExactSplit",
+    "Forecast",
+    "Forecaster",
     "JsonlSink",
+    "Scenarios",
     "SplitResult",
     "Trace",
     "TraceWriter",
@@ -34,22 +45,31 @@ __all__ = [
     "balancedness",
     "check_conservation",
     "collapse_trace",
+    "copy_state",
     "dead_experts",
+    "draw_scenarios",
     "effective_experts",
+    "estimate_dispersion",
     "exact_split",
     "fill_spare_slots",
+    "forecaster",
+    "init_dispersion",
     "load_heatmap",
     "load_shares",
     "load_trace",
     "max_violation",
     "mean_balancedness",
+    "moved_slots",
     "normalized_entropy",
     "rank_load",
     "read_jsonl",
     "save_npz",
     "split_rows",
     "sum_balancedness",
+    "synth_trace",
     "total_variation",
     "training_layout",
+    "true_shares",
+    "update_dispersion",
     "violation_floor",
 ]

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from balancer.forecaster import Member, Sample, shares
+from balancer.forecast_build import Member, Sample, shares
 from balancer.origins import FREE, num_slots, place, take_due
 
 Floats = NDArray[np.float64]
@@ -64,11 +64,11 @@ class BankConfig:
     ridge: float = 0.03
     eta: float = 6.0
     switch: float = 0.01
-    bonus: float = 100.0
+    bonus: float = 300.0
     bonus_power: float = 1.5
     mean_weight: float = 1.0
     regression_weight: float = 0.2
-    borrow: float = 0.5
+    borrow: float = 0.75
     decay_rate: float = 0.0
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ Start here:
     seasonal                     the same phase of earlier periods                              periodic.py
     var                          low-rank vector autoregression across the experts               lowrank.py
 
-Everything common (checks, layers without load, missing samples, calibrated intervals) is in forecaster.py.
+Everything common (checks, layers without load, missing samples, calibrated intervals) is in forecast_build.py.
 The inner loops of bank and Kalman filters are compiled by numba, where there is one, else run in numpy.
 """
 
@@ -37,7 +37,7 @@ from balancer.compiled import compile_file
 from balancer.conformal import NumpyBands
 from balancer.forecast_members import decay, ema, holt, window
 from balancer.forecast_record import Forecaster
-from balancer.forecaster import Member, build
+from balancer.forecast_build import Member, build
 from balancer.kalman import NumpyFilters, local_level, local_trend
 from balancer.lowrank import lowrank
 from balancer.periodic import seasonal

@@ -1,6 +1,6 @@
 """Simple members: one idea each of what the load will be, as classical forecasting has them.
 
-Made into forecasters by `balancer/forecaster.py`; beside the bank, which mixes and beats them, they are what
+Made into forecasters by `balancer/forecast_build.py`; beside the bank, which mixes and beats them, they are what
 a result has to be compared with. All work on shares [L, E]; gains and damping are per sample; a layer without
 load in a sample is left as it was.
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from balancer.forecaster import Flags, Floats, Integers, Member, Sample, shares
+from balancer.forecast_build import Flags, Floats, Integers, Member, Sample, shares
 
 
 class Level(NamedTuple):

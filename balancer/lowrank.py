@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balancer.forecast_members import checked_fraction
-from balancer.forecaster import Flags, Floats, Integers, Member, Sample, shares
+from balancer.forecast_build import Flags, Floats, Integers, Member, Sample, shares
 
 _RIDGE = 0.1  # of the mean variance of the factors
 _MOST_GROWTH = 0.99  # spectral radius of A: factors die out, however long the horizon

@@ -119,7 +119,8 @@ def violation_floor(num_tokens: int, num_experts: int, top_k: int) -> float:
     makes the experts independent and moves the maximum by (N' - N)/E, which is 0 in the mean. Against
     simulation it is within 2 % from N = 8 on (E 2 to 256), and a third low for a single copy. A token's K
     experts are distinct in truth, which lowers the noise by the factor sqrt((1 - K/E) / (1 - 1/E)): 7 % less
-    at E 8, K 2. Raises ValueError for a size below 1 or top_k > num_experts.
+    at E 8, K 2. Counts that are over-dispersed phi times (`estimate_dispersion`) have a floor some sqrt(phi)
+    times as high. Raises ValueError for a size below 1 or top_k > num_experts.
 
     >>> round(violation_floor(512, 8, 2), 2), round(violation_floor(512, 32, 4), 2)
     (0.13, 0.27)
@@ -205,6 +206,34 @@ def total_variation(p_XE: ArrayLike, q_XE: ArrayLike) -> NDArray[np.float64]:
     if p.shape[-1] != q.shape[-1]:
         raise ValueError(f"p has {p.shape[-1]} experts but q has {q.shape[-1]}; both need the same experts")
     return 0.5 * np.abs(p - q).sum(axis=-1)
+
+
+def moved_slots(before_XS: ArrayLike, after_XS: ArrayLike, num_ranks: int) -> NDArray[np.int64]:
+    """Return how many slots of each layer must receive an expert that their rank does not hold now.
+
+    before_XS, after_XS: [..., S] integer, expert in each slot, -1 = empty, slots contiguous by rank; leading
+    axes broadcast. num_ranks: P, a divisor of S. Returns [...] int64 in [0, S]: 0 where no rank gets anything
+    new (experts that only change slots within their rank, and slots that become empty, move nothing). In
+    bytes: times the weights of an expert. Raises ValueError for unlike S, P that does not divide it, or
+    entries that are no integers of -1 or more.
+
+    >>> int(moved_slots([0, 1, 2, 3], [1, 0, 2, 0], 2))
+    1
+    """
+    before, after = np.asarray(before_XS), np.asarray(after_XS)
+    for name, slots in (("before", before), ("after", after)):
+        if slots.dtype.kind not in "iu" or slots.ndim == 0 or (slots < -1).any():
+            raise ValueError(f"{name} is {slots.dtype} {slots.shape}; expected experts [..., S], -1 = empty")
+    num_slots = after.shape[-1]
+    if before.shape[-1] != num_slots or num_ranks < 1 or num_slots % num_ranks:
+        raise ValueError(
+            f"{before.shape[-1]} slots before, {num_slots} after, num_ranks={num_ranks}: both need the same "
+            "slots, as many on every rank"
+        )
+    held = before.reshape(*before.shape[:-1], num_ranks, 1, -1)
+    wanted = after.reshape(*after.shape[:-1], num_ranks, -1)
+    new = (wanted >= 0) & ~(wanted[..., None] == held).any(axis=-1)
+    return new.sum(axis=(-2, -1), dtype=np.int64)
 
 
 def rank_load(tokens_per_expert_LE: ArrayLike, num_ranks: int) -> NDArray[np.int64]:

@@ -66,7 +66,7 @@ def collapse_trace(
         jitter_LE = _JITTER * rng.standard_normal(preference_LE.shape)
         # squashed, so that ln share falls evenly over the ranks of the experts: a long tail of dead ones
         score_LE = np.tanh(0.8 * preference_LE + jitter_LE)
-        shares_LE = _shares(score_LE, _scaled(entropy_L, num_experts, top_k), top_k)
+        shares_LE = entropy_shares(score_LE, _scaled(entropy_L, num_experts, top_k), top_k)
         dispersion = _DISPERSION_COLLAPSE ** (1 - settled) * _DISPERSION_SETTLED**settled
         counts_WLE[w] = _draw(rng, shares_LE, copies, dispersion, math.ceil(copies / top_k))
     meta = {"source": "synthetic collapse", "seed": seed, "copies_per_step": copies, "top_k": top_k}
@@ -140,8 +140,14 @@ def _scaled(entropy_L: NDArray[np.float64], num_experts: int, top_k: int) -> NDA
     return floor + (1 - floor) * height_L
 
 
-def _shares(score_LE: NDArray[np.float64], entropy_L: NDArray[np.float64], top_k: int) -> NDArray[np.float64]:
-    """Return shares softmax(gain * score), at most 1/K each; a layer's gain by bisection of ln gain."""
+def entropy_shares(
+    score_LE: NDArray[np.float64], entropy_L: NDArray[np.float64], top_k: int
+) -> NDArray[np.float64]:
+    """Return shares softmax(gain * score), at most 1/K each, of given normalised entropies.
+
+    score_LE: [L, E], in -1..1, unlike. entropy_L: [L], between ln K / ln E and 1. A layer's gain is found by
+    bisection of ln gain. Returns [L, E] float64.
+    """
     num_layers, num_experts = score_LE.shape
     # scores lie in -1..1: a gain of e^5.5 = 245 leaves shares of 1e-213 and more, small but divisible
     low_L, high_L = np.full(num_layers, -7.0), np.full(num_layers, 5.5)
@@ -150,15 +156,15 @@ def _shares(score_LE: NDArray[np.float64], entropy_L: NDArray[np.float64], top_k
         middle_L = (low_L + high_L) / 2
         logits_LE = np.exp(middle_L)[:, None] * score_LE
         soft_LE = np.exp(logits_LE - logits_LE.max(axis=-1, keepdims=True))
-        shares_LE = _capped(soft_LE / soft_LE.sum(axis=-1, keepdims=True), top_k)
+        shares_LE = capped_shares(soft_LE / soft_LE.sum(axis=-1, keepdims=True), top_k)
         log_LE = np.log(np.where(shares_LE > 0, shares_LE, 1.0))
         even_L = -(shares_LE * log_LE).sum(axis=-1) / math.log(num_experts) > entropy_L
         low_L, high_L = np.where(even_L, middle_L, low_L), np.where(even_L, high_L, middle_L)
     return shares_LE
 
 
-def _capped(shares_LE: NDArray[np.float64], top_k: int) -> NDArray[np.float64]:
-    """Clip shares to 1/K and give what is over to the others in proportion."""
+def capped_shares(shares_LE: NDArray[np.float64], top_k: int) -> NDArray[np.float64]:
+    """Clip shares [..., E] to 1/K and give what is over to the others in proportion; rows sum to 1."""
     cap = 1.0 / top_k
     for _ in range(top_k):  # each pass can lift at most one more expert over the cap
         full_LE = shares_LE >= cap
@@ -178,17 +184,21 @@ def _draw(
     concentration = max(1.0, (copies - dispersion) / (dispersion - 1.0))
     gamma_LE = rng.standard_gamma(concentration * shares_LE)
     counts_LE = rng.multinomial(copies, gamma_LE / gamma_LE.sum(axis=-1, keepdims=True)).astype(np.int64)
-    for layer in np.flatnonzero((counts_LE > limit).any(axis=-1)):
-        counts_LE[layer] = _levelled(counts_LE[layer], limit)
-    return counts_LE
+    return levelled_counts(counts_LE, limit)
 
 
-def _levelled(counts_E: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
-    """Move what is over the limit to the fullest experts that have room; the sum stays."""
-    result_E = np.minimum(counts_E, limit)
-    left = int(counts_E.sum() - result_E.sum())
-    for expert in np.argsort(-counts_E, kind="stable"):
-        taken = min(left, limit - int(result_E[expert]))
-        result_E[expert] += taken
-        left -= taken
-    return result_E
+def levelled_counts(counts_XE: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
+    """Move what is over the limit to the fullest experts that have room.
+
+    counts_XE: [..., E] int64. limit: most copies of an expert; E times it must hold each row. Returns
+    [..., E] int64 of the same sums.
+    """
+    num_experts = counts_XE.shape[-1]
+    result_RE = np.minimum(counts_XE, limit).reshape(-1, num_experts)
+    left_R = counts_XE.reshape(-1, num_experts).sum(axis=-1) - result_RE.sum(axis=-1)
+    for row in np.flatnonzero(left_R):
+        order_E = np.argsort(-counts_XE.reshape(-1, num_experts)[row], kind="stable")
+        room_E = limit - result_RE[row, order_E]
+        before_E = np.cumsum(room_E) - room_E  # one is filled to the limit before the next gets any
+        result_RE[row, order_E] += np.clip(left_R[row] - before_E, 0, room_E)
+    return result_RE.reshape(counts_XE.shape)

@@ -31,6 +31,11 @@ from experiments.forecast_plots import PLOTS, Study, typical_layer
 
 # forecasters that weigh others: never "the best single one"
 COMBINATIONS = ("regime",)
+# forecasters whose constants never change: the best of them in hindsight is what tuning by hand would reach
+FIXED = ("persistence", "window", "ema", "holt", "decay")
+# beside every forecaster with its own constants: what "in hindsight" chooses from
+GRID = ("ema:gain=0.2", "ema:gain=0.3", "ema:gain=0.4", "ema:gain=0.6", "ema:gain=0.7", "ema:gain=0.8")
+GRID += ("holt:gain=0.5:trend_gain=0.1:damping=0.8",)
 # sampling intervals ahead, where no horizon is given
 _DEFAULT_AHEAD = (1, 10, 50)
 _FIRST, _LAST = 40, 200
@@ -53,7 +58,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="STEPS",
         help="training steps ahead, say 10,100,500 (default: 1, 10, 50 samples)",
     )
-    add("--forecasters", metavar="NAMES", help=f"some of {', '.join(sorted(FORECASTERS))} (default: all)")
+    add(
+        "--forecasters",
+        metavar="NAMES",
+        help=f"some of {', '.join(sorted(FORECASTERS))}, also with constants: ema:gain=0.3,regime "
+        "(default: all, and more gains)",
+    )
     add("--stats", action="store_true", help="the statistical comparators too: they take minutes")
     add("--ranks", metavar="P", type=int, help="score the loads of P ranks with experts at home too")
     add("--layer", metavar="L", type=int, help="layer to draw (default: one of median change)")
@@ -89,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
     tables = make_tables(found, slices, args.by)
     facts = trace_facts(trace, args.trace)
     shown = _shown(tables[0])
-    said = report.verdicts(tables[0].rows, COMBINATIONS)
+    said = verdicts(found, tables[0])
     _print(facts, tables, shown, said, found, args.ranks is not None)
     for path, data in _contents(args, trace, found, tables, facts, shown, said, outputs):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,15 +151,31 @@ def chosen_forecasters(text: str | None, stats: bool) -> dict[str, Forecaster]:
             raise ValueError(f"--stats: {error}; it needs the package statsmodels") from None
         print("the statistical forecasters fit every series again and again: this takes minutes", flush=True)
     if text is None:
-        return {name: forecaster(name) for name in FORECASTERS} | more
+        return {spec: make_forecaster(spec) for spec in (*FORECASTERS, *GRID)} | more
     names = [name.strip() for name in text.split(",")]
     if len(set(names)) != len(names):
         raise ValueError(f"--forecasters {text}: each name once")
-    unknown = [name for name in names if name not in FORECASTERS and name not in more]
+    unknown = [name for name in names if name.split(":")[0] not in FORECASTERS and name not in more]
     if unknown:
         known = ", ".join([*sorted(FORECASTERS), *more])
         raise ValueError(f"--forecasters: {unknown[0]!r} is unknown; use some of {known}")
-    return {name: more[name] if name in more else forecaster(name) for name in names}
+    return {name: more[name] if name in more else make_forecaster(name) for name in names}
+
+
+def make_forecaster(spec: str) -> Forecaster:
+    """The forecaster of a name with constants, such as "holt:gain=0.5:damping=0.8".
+
+    Raises ValueError for a constant that is no number, and as `forecaster` does.
+    """
+    name, *parts = spec.split(":")
+    options: dict[str, Any] = {}
+    for part in parts:
+        key, _, value = part.partition("=")
+        try:
+            options[key] = int(value) if value.lstrip("-").isdigit() else float(value)
+        except ValueError:
+            raise ValueError(f"--forecasters {spec}: {part!r} is no constant; write gain=0.3") from None
+    return forecaster(name, **options)
 
 
 def _outputs(args: argparse.Namespace) -> dict[str, Path]:
@@ -203,6 +229,16 @@ def make_tables(found: Backtest, slices: Sequence[Mapping[str, int]], by: str) -
         rows = found.table(first=part.get("first"), last=part.get("last"), by=by, combinations=COMBINATIONS)
         tables.append(Table(slice=label, regime="all", rows=rows))
     return tables
+
+
+def verdicts(found: Backtest, whole: Table) -> list[str]:
+    """Against the best single forecaster, and against the best of those whose constants never change."""
+    said = report.verdicts(whole.rows, COMBINATIONS)
+    fixed = [name for name in found.names if name.split(":")[0] in FIXED]
+    if any(name in found.names for name in COMBINATIONS) and fixed:
+        others = tuple(name for name in found.names if name not in fixed)
+        said += report.verdicts(found.table(combinations=others), COMBINATIONS, "of constant gain")
+    return list(dict.fromkeys(said))
 
 
 def trace_facts(trace: Trace, path: str) -> dict[str, Any]:

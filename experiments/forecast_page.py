@@ -100,8 +100,12 @@ def best_singles(rows: Sequence[Score]) -> str:
     return "best single: " + ", ".join(f"{best[h]} at {h}" for h in horizons_of(rows))
 
 
-def verdicts(rows: Sequence[Score], combinations: Sequence[str]) -> list[str]:
-    """A sentence for each horizon: the combination against the best single, or that against persistence."""
+def verdicts(rows: Sequence[Score], combinations: Sequence[str], kind: str = "") -> list[str]:
+    """A sentence for each horizon: the combination against the best single, or that against persistence.
+
+    kind: says what sort of single forecaster stands in the rows.
+    """
+    single = f"the best single forecaster {kind}".rstrip()
     sentences = []
     for horizon in horizons_of(rows):
         here = {row.forecaster: row for row in rows if row.horizon == horizon}
@@ -110,7 +114,7 @@ def verdicts(rows: Sequence[Score], combinations: Sequence[str]) -> list[str]:
         if combined and best:
             row = here[combined[0]]
             sentences.append(
-                f"{row.forecaster}: {_apart(row.ratio_to_best_single)} the best single forecaster ({best}) "
+                f"{row.forecaster}: {_apart(row.ratio_to_best_single)} {single} ({best}) "
                 f"at {horizon} steps{_luck(row)}"
             )
         elif best and best != "persistence" and not math.isnan(here[best].skill):

@@ -15,6 +15,7 @@ from balancer.metrics import (
     load_shares,
     max_violation,
     mean_balancedness,
+    moved_slots,
     normalized_entropy,
     rank_load,
     sum_balancedness,
@@ -185,6 +186,32 @@ def test_total_variation_is_symmetric_bounded_and_of_shares():
     assert total_variation(p, q[0]).shape == (6,)
     with pytest.raises(ValueError, match="p has 2 experts but q has 3"):
         total_variation([1, 2], [1, 2, 3])
+
+
+def test_moved_slots_are_those_whose_rank_did_not_hold_their_expert():
+    before_XS = np.array([[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3], [0, -1, 1, -1]])
+    after_XS = np.array([[0, 1, 2, 3], [1, 0, 3, 2], [2, 1, 0, 3], [0, 1, 1, -1]])
+    assert moved_slots(before_XS, after_XS, 2).tolist() == [0, 0, 2, 1]
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        before, after = rng.integers(-1, 5, (2, 12))
+        held = [set(before[4 * g : 4 * g + 4]) for g in range(3)]
+        slow = sum(e >= 0 and e not in held[s // 4] for s, e in enumerate(after))
+        assert int(moved_slots(before, after, 3)) == slow
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (([0, 1], [0, 1, 2], 1), "2 slots before, 3 after"),
+        (([0, 1, 2], [0, 1, 2], 2), "num_ranks=2"),
+        (([0, -2], [0, 1], 1), "before is"),
+        (([0, 1], [0.0, 1.0], 1), "after is float64"),
+    ],
+)
+def test_moved_slots_refuses_what_is_no_placement(call, message):
+    with pytest.raises(ValueError, match=message):
+        moved_slots(*call)
 
 
 def test_rank_load_sums_contiguous_homes_exactly():

@@ -14,7 +14,7 @@ from balancer.forecast import FORECASTERS, forecaster
 from balancer.synth import collapse_trace
 from balancer.trace import Trace, TraceWriter, save_npz
 from experiments import forecast_command, page
-from experiments.forecast_command import chosen_horizons, main
+from experiments.forecast_command import GRID, chosen_horizons, main
 from experiments.forecast_plots import PLOTS, telling_experts, typical_layer
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -208,6 +208,9 @@ def test_a_wrong_horizon_names_the_bound(text, message, tmp_path):
     [
         (["--forecasters", "ema,nobody"], "'nobody' is unknown; use some of "),
         (["--forecasters", "ema,ema"], "each name once"),
+        (["--forecasters", "ema:gain=fast"], "'gain=fast' is no constant; write gain=0.3"),
+        (["--forecasters", "ema:gain=2"], "gain=2 must lie between 0.0 and 1"),
+        (["--forecasters", "ema:gian=0.2"], "'ema' has no option gian; it has gain"),
         (["--first", "51"], "--first 51 must be 1 to 50"),
         (["--last", "0"], "--last 0 must be 1 to 50"),
         (["--layer", "2"], "--layer 2 must be 0 to 1"),
@@ -255,7 +258,16 @@ def test_parts_by_target_are_named_so(tmp_path):
 def test_all_forecasters_run_by_default(tmp_path):
     main([write(tmp_path / "a.npz", wobbling(20)), "--json", str(tmp_path / "a.json")])
     rows = json.loads((tmp_path / "a.json").read_text())["rows"]
-    assert {row["forecaster"] for row in rows} == set(FORECASTERS)
+    assert {row["forecaster"] for row in rows} == {*FORECASTERS, *GRID}
+
+
+def test_the_verdict_names_the_best_single_one_and_the_best_of_constant_gain(tmp_path, capsys):
+    path = write(tmp_path / "a.npz", wobbling(50))
+    main([path, "--forecasters", "regime,ar,ema:gain=0.2,window:length=3", "--horizons", "10"])
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("regime: ")]
+    assert len(said) == 2
+    assert re.search(r"the best single forecaster \((ar|ema:gain=0.2|window:length=3)\) at 10", said[0])
+    assert re.search(r"of constant gain \((ema:gain=0.2|window:length=3)\) at 10", said[1])
 
 
 def test_the_format_is_handed_on_only_where_given(tmp_path, monkeypatch):
