@@ -11,7 +11,7 @@ whose time has come:
     inference
                     (Gibbs and Candes, 2021); on average the promise is kept even if the scores drift
 
-Only *live* experts count, those expected to get 5 copies or more: the empty ones are covered almost surely,
+Only *live* experts count, those expected to get a copy or more: the empty ones are covered almost surely,
 and would let the interval of the others shrink. lag^0.35 is a start only (a random walk would have 0.5, noise
 alone 0): m takes over once scores come in.
 """
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-LIVE_COPIES = 5.0
+LIVE_COPIES = 1.0
 LAG_POWER = 0.35
 _FORGET, _ALPHA_GAIN, _ALPHA_BOUNDS = 0.8, 0.05, (0.005, 0.6)
 # bins of ln z, from 0.02 to 200; the first and the last catch what is beyond

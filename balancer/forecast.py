@@ -15,7 +15,7 @@ Start here:
     seasonal                     the same phase of earlier periods                              periodic.py
     var                          low-rank vector autoregression across the experts               lowrank.py
 
-Everything common (checks, layers without load, missing samples, calibrated intervals) is in forecast_build.py.
+What is common (checks, layers without load, missing samples, calibrated intervals) is in forecast_build.py.
 The inner loops of bank and Kalman filters are compiled by numba, where there is one, else run in numpy.
 """
 
@@ -35,9 +35,9 @@ from balancer import forecast_kernels
 from balancer.bank import BankConfig, NumpyPasses, Passes, bank
 from balancer.compiled import compile_file
 from balancer.conformal import NumpyBands
+from balancer.forecast_build import Member, build
 from balancer.forecast_members import decay, ema, holt, window
 from balancer.forecast_record import Forecaster
-from balancer.forecast_build import Member, build
 from balancer.kalman import NumpyFilters, local_level, local_trend
 from balancer.lowrank import lowrank
 from balancer.periodic import seasonal

@@ -2,8 +2,9 @@
 
 Plain functions over arrays, which forecast.py compiles; bank.py and kalman.py have each of them in numpy,
 with which these are compared. One file, because numba's cache on disk looks at the age of the entry's own
-file. Loops run over the experts innermost, so that they become vector instructions. A loop that sums stores nothing:
-whether numba's vector or its scalar code ran would else depend on where arrays lie, and the last digit with it.
+file. Loops run over the experts innermost, so that they become vector instructions. A loop that sums stores
+nothing: whether its vector or its scalar code runs would else depend on where the arrays lie, and the last
+digit of the sum with it.
 
 K means, the first D + 1 of `order` being the reference and the regressors; R regressions; M members: means,
 decay where fade >= 0, regressions.
@@ -17,7 +18,7 @@ ENTRIES = ("bank_learn", "bank_solve", "bank_mix", "level_filter", "trend_filter
 LEAST_SHARE = 1e-4  # as in bank.py
 DIAGONAL = 1e-9
 # as in conformal.py
-LIVE_COPIES, LEAST_WIDTH = 5.0, 1e-12
+LIVE_COPIES, LEAST_WIDTH = 1.0, 1e-12
 NUM_BINS, LOG_LOW = 92, np.log(0.02)
 BIN_WIDTH = (np.log(200.0) - np.log(0.02)) / 92
 

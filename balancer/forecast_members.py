@@ -1,8 +1,8 @@
 """Simple members: one idea each of what the load will be, as classical forecasting has them.
 
-Made into forecasters by `balancer/forecast_build.py`; beside the bank, which mixes and beats them, they are what
-a result has to be compared with. All work on shares [L, E]; gains and damping are per sample; a layer without
-load in a sample is left as it was.
+Made into forecasters by `balancer/forecast_build.py`; beside the bank, which mixes and beats them, they are
+what a result has to be compared with. All work on shares [L, E]; gains and damping are per sample; a layer
+without load in a sample is left as it was.
 
     persistence  the last sample                          window    mean of the last n samples
     ema          exponential mean                         holt      exponential mean with a damped trend

@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from balancer.forecast_members import checked_fraction, reach
 from balancer.forecast_build import Flags, Floats, Integers, Member, Sample, shares
+from balancer.forecast_members import checked_fraction, reach
 
 _MEMORY = 0.03  # gain of the moments: some 30 samples
 _SHRINK = 0.5  # of an expert's moments to those of its layer

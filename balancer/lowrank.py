@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from balancer.forecast_members import checked_fraction
 from balancer.forecast_build import Flags, Floats, Integers, Member, Sample, shares
+from balancer.forecast_members import checked_fraction
 
 _RIDGE = 0.1  # of the mean variance of the factors
 _MOST_GROWTH = 0.99  # spectral radius of A: factors die out, however long the horizon
@@ -100,7 +100,7 @@ def _fit(layer: int, held: int, state: LowRank) -> None:
     ridge = _RIDGE * np.trace(gram_RR) / small + 1e-30
     solve: Any = np.linalg.solve
     dynamics_RR = solve(gram_RR + ridge * np.eye(small), before_NR.T @ after_NR).T
-    values: Any = np.linalg.eigvals(dynamics_RR)
-    radius = float(np.abs(values).max())
+    eigenvalues: Any = np.linalg.eigvals
+    radius = max(abs(complex(value)) for value in eigenvalues(dynamics_RR))
     state.direction_LER[layer] = direction_ER
     state.dynamics_LRR[layer] = dynamics_RR * min(1.0, _MOST_GROWTH / max(radius, 1e-30))

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from balancer.forecast_members import checked_fraction
 from balancer.forecast_build import Flags, Floats, Integers, Member, Sample, shares
+from balancer.forecast_members import checked_fraction
 
 _LOOK_EVERY = 32  # samples between two searches for the period of a layer
 _LEAST_PERIODS = 2.5  # that must fit into what is kept

@@ -5,19 +5,18 @@ Second in the flow of the balancer: training writes a trace through `TraceWriter
 header and append-only raw rows, memory-mapped, so that a long trace costs no memory) or an npz:
 
     counts [W, L, E] of any integer dtype, steps (or iters) [W] integer, meta (text, JSON object; optional)
+
+What other tools record is read too: `balancer/trace_formats.py` lists the forms.
 """
 
-import json
 import operator
 import os
 import warnings
-import zipfile
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, SupportsIndex, cast
+from typing import Any, Self, SupportsIndex
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -34,9 +33,13 @@ from balancer.trace_folder import (
     read_header,
     to_json,
 )
+from balancer.trace_formats import find_format, read_loads
+from balancer.trace_values import as_int64, shown
 
 # values looked at together when a trace is checked: 16 MiB keep a memory-mapped trace out of memory
 _CHECK_VALUES = 2**21
+# A row holds the counts of one step: 1 GiB of them is more than any model has.
+MAX_ROW_BYTES = 2**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -67,12 +70,23 @@ class Trace:
         _check_counts(counts, steps)
 
 
-def load_trace(path: str | os.PathLike[str]) -> Trace:
-    """Read a load trace: a folder that a `TraceWriter` wrote (memory-mapped), or an npz.
+def load_trace(
+    path: str | os.PathLike[str],
+    *,
+    format: str | None = None,
+    num_experts: int | None = None,
+    assume_map_constant: bool = False,
+) -> Trace:
+    """Read a load trace of any form that `balancer/trace_formats.py` lists.
 
-    path: the folder or the .npz file. Returns the Trace; a torn last row of a folder is dropped with a
-    warning that says how many bytes. Raises ValueError naming file, record and field for anything else that
-    is wrong.
+    path: a folder that a `TraceWriter` wrote (memory-mapped; a run's folder means its loads/), an npz, or
+    what another tool recorded. format: its form; None tells it from the ending and the first bytes.
+    num_experts: E, for router traces that do not say it; checked where they do. assume_map_constant: SGLang's
+    physical counts are read with the dump's last map, because no rebalance happened while they were taken.
+    Returns the Trace; the meta of what another tool recorded has "source", its form, and "copies_per_step"
+    where constant. What is left out (a torn last row, unused buffer rows) is told in a warning. Raises
+    ValueError naming file, record and field for anything that is wrong, and for sums that are not what the
+    file itself says.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -81,12 +95,22 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
     ...     load_trace(folder + "/loads").tokens_per_expert_WLE
     array([[[3, 1]]])
     """
-    place = Path(path)
-    if place.is_dir():
-        return _load_folder(place)
-    if place.is_file():
-        return _load_npz(place)
-    raise ValueError(f"{place}: no load trace there; expected a folder with {HEADER_NAME}, or an .npz file")
+    if num_experts is not None and num_experts < 1:
+        raise ValueError(f"num_experts={num_experts} must be at least 1")
+    place, form = find_format(Path(path), format)
+    if assume_map_constant and form != "sglang-pt":
+        raise ValueError(f"{place}: assume_map_constant is for sglang-pt dumps; the form here is {form}")
+    if form == "folder":
+        trace = _load_folder(place)
+    else:
+        loads = read_loads(place, form, num_experts, assume_map_constant)
+        trace = _named(place, loads.counts_WLE, loads.steps_W, loads.meta)
+        if loads.copies_W is not None:
+            _check_stated(place, trace, loads.copies_W)
+    found = trace.tokens_per_expert_WLE.shape[2]
+    if num_experts is not None and found != num_experts:
+        raise ValueError(f"{place}: holds {found} experts, num_experts={num_experts} was given")
+    return trace
 
 
 def save_npz(path: str | os.PathLike[str], trace: Trace) -> None:
@@ -184,7 +208,7 @@ class TraceWriter:
                 f"{self._folder}: step {number} must be {last + 1} or more; steps increase strictly"
             )
         where = f"{self._folder}: step {number}: "
-        counts_LE = _as_int64(np.asarray(tokens_per_expert_LE), where + "tokens_per_expert_LE")
+        counts_LE = as_int64(np.asarray(tokens_per_expert_LE), where + "tokens_per_expert_LE")
         if counts_LE.shape != self._shape_LE:
             raise ValueError(
                 f"{where}tokens_per_expert_LE has shape {counts_LE.shape}, expected [L, E] = {self._shape_LE}"
@@ -220,6 +244,11 @@ class TraceWriter:
 
 def _load_folder(folder: Path) -> Trace:
     header = read_header(folder)
+    if header.row_bytes > MAX_ROW_BYTES:
+        raise ValueError(
+            f"{folder / HEADER_NAME}: a row of {shown(header.row_bytes)} bytes, at most {MAX_ROW_BYTES} are "
+            "read: num_layers or num_experts is damaged"
+        )
     rows = map_rows(folder, header)
     if rows.torn_bytes:
         warnings.warn(
@@ -230,51 +259,11 @@ def _load_folder(folder: Path) -> Trace:
     return _named(folder / ROWS_NAME, rows.counts_WLE, rows.steps_W, header.meta)
 
 
-def _load_npz(place: Path) -> Trace:
+def _check_stated(place: Path, trace: Trace, copies_W: NDArray[np.int64]) -> None:
     try:
-        loaded: Any = np.load(place, allow_pickle=False)
-        if isinstance(loaded, np.ndarray):
-            raise ValueError("a single array, not an npz archive")
-        with loaded as archive:
-            names, wanted = set(archive.files), ("counts", "steps", "iters", "meta")
-            arrays = {name: _read_field(archive, name) for name in wanted if name in names}
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{place}: cannot be read as a load trace: {error}") from None
-    step_names = [name for name in ("steps", "iters") if name in arrays]
-    if "counts" not in arrays or len(step_names) != 1:
-        raise ValueError(
-            f"{place}: expected the fields counts [W, L, E] and steps or iters [W], found {sorted(names)}"
-        )
-    unread = sorted(names - set(wanted))
-    if unread:
-        warnings.warn(
-            f"{place}: field {', '.join(unread)} is no part of a load trace, not read", stacklevel=3
-        )
-    counts_WLE = _as_int64(arrays["counts"], f"{place}: field counts")
-    steps_W = _as_int64(arrays[step_names[0]], f"{place}: field {step_names[0]}")
-    return _named(place, counts_WLE, steps_W, _parse_meta(place, arrays.get("meta")))
-
-
-def _read_field(archive: Any, name: str) -> NDArray[Any]:
-    """Read one array of an npz; ValueError naming it for an object array or damage."""
-    try:
-        return np.asarray(archive[name])
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"field {name}: {error}") from None
-
-
-def _parse_meta(place: Path, text: NDArray[Any] | None) -> dict[str, Any]:
-    if text is None:
-        return {}
-    if text.dtype.kind != "U" or text.size != 1:
-        raise ValueError(f"{place}: field meta is {text.dtype} {text.shape}, expected one text of JSON")
-    try:
-        meta = json.loads(str(text.reshape(-1)[0]))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place}: field meta is not JSON ({error})") from None
-    if not isinstance(meta, dict):
-        raise ValueError(f"{place}: field meta is {meta!r}, expected a JSON object")
-    return cast("dict[str, Any]", meta)
+        check_conservation(trace, copies_W)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
 
 
 def _named(place: Path, counts: NDArray[np.int64], steps: NDArray[np.int64], meta: dict[str, Any]) -> Trace:
@@ -283,14 +272,6 @@ def _named(place: Path, counts: NDArray[np.int64], steps: NDArray[np.int64], met
         return Trace(tokens_per_expert_WLE=counts, steps_W=steps, meta=meta)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
-
-
-def _as_int64(array: NDArray[Any], name: str) -> NDArray[np.int64]:
-    if array.dtype.kind not in "iu":
-        raise ValueError(f"{name} has type {array.dtype}; counts and steps are integers")
-    if array.dtype.kind == "u" and array.size and array.max() > np.iinfo(np.int64).max:
-        raise ValueError(f"{name} holds {array.max()}, more than int64 can: the file is damaged")
-    return array.astype(np.int64, copy=False)
 
 
 def _check_counts(counts_WLE: NDArray[np.int64], steps_W: NDArray[np.int64]) -> None:

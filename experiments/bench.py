@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
-from experiments import bench_layer, bench_skew, bench_split, bench_stages
+from experiments import bench_forecast, bench_layer, bench_skew, bench_split, bench_stages
 
 BENCHES: dict[str, Callable[[Sequence[str]], int]] = {
+    "forecast": bench_forecast.main,
     "layer": bench_layer.main,
     "skew": bench_skew.main,
     "split": bench_split.main,

@@ -37,6 +37,12 @@ def _bench() -> Main:
     return main
 
 
+def _trace() -> Main:
+    from experiments.trace_command import main
+
+    return main
+
+
 def _forecast() -> Main:
     from experiments.forecast_command import main
 
@@ -60,10 +66,11 @@ class Command:
 COMMANDS: dict[str, Command] = {
     "doctor": Command(help="what this machine has, and what to do about what it lacks", load=_doctor),
     "train": Command(help="train a model (train --help lists every setting with its unit)", load=_train),
+    "trace": Command(help="load traces: info, convert, synth (steps, copies of experts)", load=_trace),
     "forecast": Command(
         help="how well a trace's load could have been foreseen (horizons in training steps)", load=_forecast
     ),
-    "bench": Command(help="measure: bench layer, skew, split, stages (times in ms)", load=_bench),
+    "bench": Command(help="measure: bench forecast, layer, skew, split, stages (times in ms)", load=_bench),
     "sample": Command(help="continue a prompt with the model of a run (length in tokens)", load=_sample),
     "weights": Command(help="import, export or upcycle weights (sizes in MiB and tensors)", load=_weights),
 }

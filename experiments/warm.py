@@ -9,14 +9,16 @@ import os
 
 
 def main() -> int:
-    """Compile the kernels of the split and of the layer, in the types that training uses."""
+    """Compile the kernels of split, forecasters and layer, in the types that training uses."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: compiling wants no thread of it
     import torch
 
+    from balancer.forecast import warm_forecast
     from balancer.split import warm_split
     from moe.warmup import warm
 
     warm_split()
+    warm_forecast()
     for dtype in (torch.float32, torch.bfloat16):
         warm(dtype)
     return 0
