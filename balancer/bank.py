@@ -273,6 +273,8 @@ def priors(config: BankConfig, lag_H: Integers, num_slow: int) -> Floats:
     weight_M = np.array([config.mean_weight] * means + [config.regression_weight] * others)
     weight_HM = np.broadcast_to(weight_M, (lag_H.size, weight_M.size)).copy()
     weight_HM[:, 0] *= np.maximum(1.0, config.bonus / lag_H.astype(np.float64) ** config.bonus_power)
+    if config.decay_rate > 0:  # who says that the load is being levelled is believed
+        weight_HM[:, means] = weight_HM[:, :means].sum(axis=1)
     return weight_HM / weight_HM.sum(axis=1, keepdims=True)
 
 

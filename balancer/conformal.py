@@ -33,10 +33,12 @@ LEAST_WIDTH = 1e-12
 
 
 class Conformal(NamedTuple):
-    """score_HLB [H, L, bins + 2]: histogram of scores lately;  alpha_HL [H, L]: miss rate aimed at;  level
+    """score_HLB [H, L, bins + 2]: histogram of scores lately;  fed_HL [H, L]: samples of scores so far;
+    alpha_HL [H, L]: miss rate aimed at;  level
     []: promised coverage."""
 
     score_HLB: Floats
+    fed_HL: NDArray[np.int64]
     alpha_HL: Floats
     level: Floats
 
@@ -51,7 +53,8 @@ def conformal_init(num_horizons: int, num_layers: int, num_experts: int, level: 
     start_B = _half_normal_bins() * num_experts
     score_HLB = np.broadcast_to(start_B, (num_horizons, num_layers, start_B.size)).copy()
     alpha_HL = np.full((num_horizons, num_layers), 1.0 - level)
-    return Conformal(score_HLB, alpha_HL, np.array(level))
+    fed_HL = np.zeros((num_horizons, num_layers), dtype=np.int64)
+    return Conformal(score_HLB, fed_HL, alpha_HL, np.array(level))
 
 
 def multiplier(state: Conformal, horizon: int) -> Floats:
@@ -64,6 +67,27 @@ def multiplier(state: Conformal, horizon: int) -> Floats:
     below_L1 = np.where(bin_L1 > 0, np.take_along_axis(share_LB, np.maximum(bin_L1 - 1, 0), axis=-1), 0.0)
     within_L1 = (wanted_L1 - below_L1) / np.maximum(above_L1 - below_L1, 1e-12)
     return np.exp(LOG_LOW + (bin_L1 - 1 + np.clip(within_L1, 0.0, 1.0)) * BIN_WIDTH)[:, 0]
+
+
+def multipliers(state: Conformal, lag_H: NDArray[np.int64]) -> Floats:
+    """Multipliers [H, L] of all horizons.
+
+    lag_H: horizons in samples. Where no score of a horizon has come in yet, that of the next shorter one
+    stands in, grown as it grew from the one before: errors that pile up faster than lag^0.35 (a drift goes as
+    the lag) show at short horizons first.
+    """
+    own_HL = np.stack([multiplier(state, h) for h in range(lag_H.size)])
+    log_HL, log_lag_H = np.log(own_HL), np.log(lag_H.astype(np.float64))
+    slope_L = np.full(own_HL.shape[1], 0.5 - LAG_POWER)  # of a random walk, as long as nothing is known
+    known_L = state.fed_HL[0] > 0
+    for h in range(1, lag_H.size):
+        apart, fed_L = float(log_lag_H[h] - log_lag_H[h - 1]), state.fed_HL[h] > 0
+        log_HL[h] = np.where(known_L & ~fed_L, log_HL[h - 1] + slope_L * apart, log_HL[h])
+        if apart > 0:
+            grown_L = np.clip((log_HL[h] - log_HL[h - 1]) / apart, -LAG_POWER, 1.0 - LAG_POWER)
+            slope_L = np.where(known_L & fed_L, grown_L, slope_L)
+        known_L = known_L | fed_L
+    return np.exp(log_HL)
 
 
 def conformal_update(
@@ -80,6 +104,7 @@ def conformal_update(
     state.alpha_HL[horizon] = np.where(counts_L, alpha_L, state.alpha_HL[horizon])
     old_LB = state.score_HLB[horizon]
     state.score_HLB[horizon] = np.where(counts_L[:, None], _FORGET * old_LB + count_LB, old_LB)
+    state.fed_HL[horizon] += counts_L
     return state
 
 

@@ -21,7 +21,7 @@ from balancer.conformal import (
     NumpyBands,
     conformal_init,
     conformal_update,
-    multiplier,
+    multipliers,
 )
 from balancer.forecast_record import (
     JUMPED,
@@ -184,14 +184,14 @@ def _next_interval(step: int, state: State) -> float:
 
 def _score(bands: Bands, sample: Sample, state: State) -> Conformal:
     """Learn from the forecasts that this sample meets."""
-    conformal = state.conformal
+    conformal, now_HL = state.conformal, multipliers(state.conformal, sample.lag_H)
     for h, horizon in enumerate(state.horizons_H):
         made_Q = state.origin_HQ[h].copy()
         reach = float(sample.lag_H[h]) ** LAG_POWER
         for slot in take_due(state.origin_HQ[h], int(horizon), sample.step, sample.interval):
             total_L = np.where(made_Q[slot] >= sample.since_L, sample.total_L, 0.0)
             root_LE, std_LE = state.root_HQLE[h, slot], state.std_HQLE[h, slot]
-            found = bands.tally(sample.share_LE, root_LE, std_LE, reach, total_L, multiplier(conformal, h))
+            found = bands.tally(sample.share_LE, root_LE, std_LE, reach, total_L, now_HL[h])
             conformal = conformal_update(conformal, h, *found)
     return conformal
 
@@ -209,8 +209,8 @@ def _keep(step: int, state: State) -> None:
 
 def _forecast(bands: Bands, state: State) -> Forecast:
     level = float(state.conformal.level)
-    reach_H = lags(state.horizons_H, float(state.interval)).astype(np.float64) ** LAG_POWER
-    multiplier_HL = np.stack([multiplier(state.conformal, h) for h in range(reach_H.size)])
+    lag_H = lags(state.horizons_H, float(state.interval))
+    reach_H, multiplier_HL = lag_H.astype(np.float64) ** LAG_POWER, multipliers(state.conformal, lag_H)
     normal = NormalDist().inv_cdf(0.5 + level / 2)
     found = bands.bands(state.mean_HLE, spread_std(state.spread), reach_H, multiplier_HL, normal)
     return Forecast(

@@ -67,7 +67,7 @@ KINDS: dict[str, Kind] = {
     ),
     "rotation": Kind(
         help="mixture of `num_domains` profiles whose weights go round in `period` samples",
-        options={"period": 100, "num_domains": 3, "spread": 1.0},
+        options={"period": 40, "num_domains": 3, "spread": 1.0},
         shares=rotation,
     ),
     "bursts": Kind(

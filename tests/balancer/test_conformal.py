@@ -9,6 +9,7 @@ from balancer.conformal import (
     conformal_init,
     conformal_update,
     multiplier,
+    multipliers,
 )
 from balancer.forecast import _kernels
 from balancer.origins import FREE, num_slots, place, take_due
@@ -52,6 +53,34 @@ def test_a_miss_rate_off_its_promise_moves_the_aim_against_it():
     _feed(wide, np.full((1, 50), 30.0))
     _feed(narrow, np.full((1, 50), 0.1))
     assert wide.alpha_HL[0, 0] < 0.1 < narrow.alpha_HL[0, 0]
+
+
+def test_a_horizon_without_scores_takes_the_shorter_one_grown_as_it_grew():
+    lag_H = np.array([1, 10, 50, 50])
+    state = conformal_init(4, 2, 200, 0.9)
+    own = multiplier(state, 0)
+    np.testing.assert_allclose(multipliers(state, lag_H), np.broadcast_to(own, (4, 2)))
+
+    def feed(horizon, scale):
+        for _ in range(40):
+            score_LE = scale * np.abs(np.random.default_rng(0).standard_normal((2, 200)))
+            root_LE = np.full((2, 200), 0.5)
+            given = ((0.5 + 1e-3 * score_LE) ** 2, root_LE, np.full((2, 200), 1e-3), 1.0)
+            found = NumpyBands().tally(*given, np.array([1e9, 0.0]), multiplier(state, horizon))
+            conformal_update(state, horizon, *found)
+
+    feed(0, 1.0)
+    first = multipliers(state, lag_H)[:, 0] / multiplier(state, 0)[0]
+    np.testing.assert_allclose(first, [1, 10**0.15, 50**0.15, 50**0.15], rtol=1e-9)  # as a random walk
+    feed(1, 2.0)
+    second = multipliers(state, lag_H)[:, 0] / multiplier(state, 1)[0]
+    grown = multiplier(state, 1)[0] / multiplier(state, 0)[0]
+    np.testing.assert_allclose(second[2:], 5 ** np.log10(grown), rtol=1e-9)
+    feed(2, 0.7)
+    assert multipliers(state, lag_H)[2, 0] == multiplier(state, 2)[0]
+    assert multipliers(state, lag_H)[3, 0] == multiplier(state, 2)[0]  # the same lag: no growth
+    np.testing.assert_allclose(multipliers(state, lag_H)[:, 1], own[1])  # a layer without scores
+    assert state.fed_HL.tolist() == [[40, 0], [40, 0], [40, 0], [0, 0]]
 
 
 def test_a_layer_that_is_not_counted_learns_nothing():
