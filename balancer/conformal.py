@@ -5,7 +5,7 @@ f -+ m sd lag^0.35, and the multiplier m of every horizon and layer is learnt fr
 whose time has come:
 
     score           z = |sqrt s - f| / (sd lag^0.35)        lag = horizon in samples
-    scores lately   histogram over ln z, forgetting a fifth with every sample
+    scores lately   histogram over ln z that lives 5 samples at lag 1, longer at long lags
     m               its quantile 1 - alpha
     alpha           alpha + gamma (promised miss rate - miss rate of this sample): adaptive conformal
     inference
@@ -25,7 +25,10 @@ Floats = NDArray[np.float64]
 
 LIVE_COPIES = 1.0
 LAG_POWER = 0.35
-_FORGET, _ALPHA_GAIN, _ALPHA_BOUNDS = 0.8, 0.05, (0.005, 0.6)
+_ALPHA_BOUNDS = (0.005, 0.6)
+# memory of scores in samples, and gain of alpha, at lag 1; and how both slow down with the lag: forecasts a
+# horizon ahead overlap for as long as it is, so that many samples of scores are but one piece of news
+_MEMORY, _MEMORY_PER_LAG, _ALPHA_GAIN, _ALPHA_PER_LAG = 5.0, 0.2, 0.05, 0.1
 # bins of ln z, from 0.02 to 200; the first and the last catch what is beyond
 NUM_BINS, LOG_LOW, LOG_HIGH = 92, float(np.log(0.02)), float(np.log(200.0))
 BIN_WIDTH = (LOG_HIGH - LOG_LOW) / NUM_BINS
@@ -91,19 +94,21 @@ def multipliers(state: Conformal, lag_H: NDArray[np.int64]) -> Floats:
 
 
 def conformal_update(
-    state: Conformal, horizon: int, count_LB: Floats, number_L: Floats, missed_L: Floats
+    state: Conformal, horizon: int, lag: int, count_LB: Floats, number_L: Floats, missed_L: Floats
 ) -> Conformal:
     """Take the scores of one sample in; changes the arrays of `state`.
 
-    horizon: its index. count_LB, number_L, missed_L: what `Bands.tally` counted, with the multiplier of now;
-    a layer without any is left as it was.
+    horizon: its index. lag: in samples. count_LB, number_L, missed_L: what `Bands.tally` counted, with the
+    multiplier of now; a layer without any is left as it was.
     """
     counts_L = number_L > 0
     error_L = (1.0 - state.level) - missed_L / np.maximum(number_L, 1)
-    alpha_L = np.clip(state.alpha_HL[horizon] + _ALPHA_GAIN * error_L, *_ALPHA_BOUNDS)
+    gain = _ALPHA_GAIN / (1 + _ALPHA_PER_LAG * (lag - 1))
+    kept = 1 - 1 / (_MEMORY + _MEMORY_PER_LAG * (lag - 1))
+    alpha_L = np.clip(state.alpha_HL[horizon] + gain * error_L, *_ALPHA_BOUNDS)
     state.alpha_HL[horizon] = np.where(counts_L, alpha_L, state.alpha_HL[horizon])
     old_LB = state.score_HLB[horizon]
-    state.score_HLB[horizon] = np.where(counts_L[:, None], _FORGET * old_LB + count_LB, old_LB)
+    state.score_HLB[horizon] = np.where(counts_L[:, None], kept * old_LB + count_LB, old_LB)
     state.fed_HL[horizon] += counts_L
     return state
 

@@ -192,7 +192,7 @@ def _score(bands: Bands, sample: Sample, state: State) -> Conformal:
             total_L = np.where(made_Q[slot] >= sample.since_L, sample.total_L, 0.0)
             root_LE, std_LE = state.root_HQLE[h, slot], state.std_HQLE[h, slot]
             found = bands.tally(sample.share_LE, root_LE, std_LE, reach, total_L, now_HL[h])
-            conformal = conformal_update(conformal, h, *found)
+            conformal = conformal_update(conformal, h, int(sample.lag_H[h]), *found)
     return conformal
 
 

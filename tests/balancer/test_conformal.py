@@ -30,7 +30,7 @@ def _feed(state, score_LE, samples=1):
             np.full(layers, 1e9),
             multiplier(state, 0),
         )
-        state = conformal_update(state, 0, *found)
+        state = conformal_update(state, 0, 1, *found)
     return state
 
 
@@ -67,7 +67,7 @@ def test_a_horizon_without_scores_takes_the_shorter_one_grown_as_it_grew():
             root_LE = np.full((2, 200), 0.5)
             given = ((0.5 + 1e-3 * score_LE) ** 2, root_LE, np.full((2, 200), 1e-3), 1.0)
             found = NumpyBands().tally(*given, np.array([1e9, 0.0]), multiplier(state, horizon))
-            conformal_update(state, horizon, *found)
+            conformal_update(state, horizon, 1, *found)
 
     feed(0, 1.0)
     first = multipliers(state, lag_H)[:, 0] / multiplier(state, 0)[0]
@@ -83,6 +83,19 @@ def test_a_horizon_without_scores_takes_the_shorter_one_grown_as_it_grew():
     assert state.fed_HL.tolist() == [[40, 0], [40, 0], [40, 0], [0, 0]]
 
 
+def test_long_lags_learn_more_slowly_since_their_forecasts_overlap():
+    quick, slow = conformal_init(1, 1, 50, 0.9), conformal_init(1, 1, 50, 0.9)
+    for state, lag in ((quick, 1), (slow, 51)):
+        for _ in range(5):
+            found = (np.eye(1, NUM_BINS + 2, 40) * 50, np.array([50.0]), np.array([50.0]))
+            conformal_update(state, 0, lag, *found)
+    assert slow.alpha_HL[0, 0] > quick.alpha_HL[0, 0]  # both were missed, the quick one answers more
+    old = [state.score_HLB[0, 0].sum() - state.score_HLB[0, 0, 40] for state in (quick, slow)]
+    assert old[0] == pytest.approx(50 * 0.8**5, rel=0.05) and old[1] == pytest.approx(
+        50 * (14 / 15) ** 5, rel=0.05
+    )
+
+
 def test_a_layer_that_is_not_counted_learns_nothing():
     state = conformal_init(1, 2, 8, 0.9)
     before = state.score_HLB.copy()
@@ -90,7 +103,7 @@ def test_a_layer_that_is_not_counted_learns_nothing():
     found = NumpyBands().tally(
         share_LE, np.sqrt(share_LE), np.ones((2, 8)), 1.0, np.array([0.0, 800.0]), np.ones(2)
     )
-    conformal_update(state, 0, *found)
+    conformal_update(state, 0, 1, *found)
     np.testing.assert_array_equal(state.score_HLB[0, 0], before[0, 0])
     assert (state.score_HLB[0, 1] != before[0, 1]).any()
     assert found[1].tolist() == [0, 8]
