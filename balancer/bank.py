@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from balancer.forecast_build import Member, Sample, shares
+from balancer.forecast_build import Member, Sample, is_evidence, shares
 from balancer.origins import FREE, num_slots, place, take_due
 
 Floats = NDArray[np.float64]
@@ -204,7 +204,7 @@ def _update(
         made_Q = state.origin_HQ[h].copy()
         slots = take_due(state.origin_HQ[h], int(horizon), sample.step, sample.interval)
         for slot in slots:
-            counted_L = sample.loaded_L & (made_Q[slot] >= sample.since_L)
+            counted_L = is_evidence(sample, h, int(made_Q[slot]))
             _learn(config, passes, sample, h, slot, counted_L, prior_HM[h], state)
         if slots:
             state.theta_HRLD[h] = passes.solve(config, state.gram_HRLDD[h], state.moment_HRLD[h])

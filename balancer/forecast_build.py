@@ -44,6 +44,8 @@ Flags = NDArray[np.bool_]
 _JUMPED_SAMPLES, _MOVING_RATIO = 20, 1.3
 # samples without a jump after which a layer had something settled that a jump makes worthless
 _SETTLED_SAMPLES = 8
+# part of a horizon after which a jump is old news for forecasts made before it
+_OLD_JUMP_FRAC = 0.5
 NEVER = int(np.iinfo(np.int64).max)
 
 
@@ -52,9 +54,9 @@ class Sample(NamedTuple):
 
     step [];  share_LE [L, E]: shares, of a layer without load those before;  total_L [L]: copies;  loaded_L
     [L]: layers with load;  jumped_L [L]: layers that jumped now;  restart_L [L]: those of them that had been
-    settled, so that what was known is worthless (an early jump may be taken back);  since_L [L]: step from
-    which on forecasts of a layer are evidence (its last jump, its first load);  lag_H [H]: horizons in
-    samples;  interval []: steps between samples.
+    settled, so that what was known is worthless (an early jump may be taken back);  since_L [L]: step of a
+    layer's last jump, or of its first load, NEVER before that;  age_L [L]: samples since then;  lag_H [H]:
+    horizons in samples;  interval []: steps between samples.
     """
 
     step: int
@@ -64,6 +66,7 @@ class Sample(NamedTuple):
     jumped_L: Flags
     restart_L: Flags
     since_L: Integers
+    age_L: Integers
     lag_H: Integers
     interval: float
 
@@ -117,6 +120,16 @@ def build(member: Member, level: float = 0.9, bands: Bands | None = None) -> For
     return Forecaster(init, update, forecast)
 
 
+def is_evidence(sample: Sample, h: int, made_at: int) -> Flags:
+    """Whether a forecast made at a step, and met now at horizon h, is evidence about each layer [L].
+
+    One from before a jump tells of the jump only, for a while: until half its horizon has passed. Then it
+    counts, or a layer that jumps now and then would never learn about long horizons.
+    """
+    old_L = sample.age_L >= np.maximum(_SETTLED_SAMPLES, _OLD_JUMP_FRAC * sample.lag_H[h])
+    return sample.loaded_L & ((made_at >= sample.since_L) | (old_L & (sample.since_L != NEVER)))
+
+
 def shares(values_XE: Floats) -> Floats:
     """Clip to 0 and divide by the sum over the experts; uniform where nothing is left."""
     clipped_XE = np.maximum(values_XE, 0.0)
@@ -163,7 +176,9 @@ def _update(member: Member, bands: Bands, step: int, tokens_per_expert_LE: Array
     since_L = np.where(fresh_L, step, state.since_L)
     lag_H = lags(state.horizons_H, interval)
     restart_L = jumped_L & (state.spread.age_L >= _SETTLED_SAMPLES)
-    sample = Sample(step, share_LE, total_L, loaded_L, jumped_L, restart_L, since_L, lag_H, interval)
+    sample = Sample(
+        step, share_LE, total_L, loaded_L, jumped_L, restart_L, since_L, spread.age_L, lag_H, interval
+    )
     conformal = _score(bands, sample, state)
     inner = member.update(sample, state.member)
     state = state._replace(
@@ -189,7 +204,7 @@ def _score(bands: Bands, sample: Sample, state: State) -> Conformal:
         made_Q = state.origin_HQ[h].copy()
         reach = float(sample.lag_H[h]) ** LAG_POWER
         for slot in take_due(state.origin_HQ[h], int(horizon), sample.step, sample.interval):
-            total_L = np.where(made_Q[slot] >= sample.since_L, sample.total_L, 0.0)
+            total_L = np.where(is_evidence(sample, h, int(made_Q[slot])), sample.total_L, 0.0)
             root_LE, std_LE = state.root_HQLE[h, slot], state.std_HQLE[h, slot]
             found = bands.tally(sample.share_LE, root_LE, std_LE, reach, total_L, now_HL[h])
             conformal = conformal_update(conformal, h, int(sample.lag_H[h]), *found)

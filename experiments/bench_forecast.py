@@ -120,7 +120,7 @@ def time_means(counts_WLE: Counts) -> tuple[float, ...]:
     lag_H = np.array([1])
     for w, counts_LE in enumerate(counts_WLE):
         share_LE = counts_LE / COPIES
-        sample = Sample(1 + 10 * w, share_LE, total_L, all_L, none_L, none_L, since_L, lag_H, 10.0)
+        sample = Sample(1 + 10 * w, share_LE, total_L, all_L, none_L, none_L, since_L, since_L, lag_H, 10.0)
         start = time.perf_counter()
         state = member.update(sample, state)
         middle = time.perf_counter()

@@ -365,6 +365,20 @@ def test_after_a_jump_the_memory_is_short():
     assert _error("window", counts_WLE, 5, 62, 70) > 10 * floor  # what a memory of ten samples would cost
 
 
+def test_a_layer_that_jumps_now_and_then_learns_about_long_horizons_all_the_same():
+    rng = np.random.default_rng(8)
+    share_NE = rng.dirichlet(np.ones(8), size=20)
+    counts_WLE = np.array([[rng.multinomial(8000, share_NE[w // 25])] for w in range(300)])
+    found, state = _run("regime", counts_WLE, horizons=(10, 300))
+    assert (state.conformal.fed_HL > 100).all()
+    # intervals 30 samples ahead, always across a jump, are as wide as a jump needs
+    inside = []
+    for w in range(100, 270):
+        real_E = load_shares(counts_WLE[w + 30, 0])
+        inside.append((found[w].low_HLE[1, 0] <= real_E) & (real_E <= found[w].high_HLE[1, 0]))
+    assert np.mean(inside) > 0.7
+
+
 def test_a_trend_is_followed_by_what_has_one():
     share_WE = np.linspace([0.5, 0.3, 0.2], [0.2, 0.3, 0.5], 80)
     counts_WLE = np.rint(1e6 * share_WE).astype(np.int64)[:, None]
