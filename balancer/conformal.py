@@ -5,7 +5,7 @@ f -+ m sd lag^0.35, and the multiplier m of every horizon and layer is learnt fr
 whose time has come:
 
     score           z = |sqrt s - f| / (sd lag^0.35)        lag = horizon in samples
-    scores lately   histogram over ln z that lives 5 samples at lag 1, longer at long lags
+    scores lately   histogram over z, eight bins an octave, that lives 5 samples at lag 1, longer at long lags
     m               its quantile 1 - alpha
     alpha           alpha + gamma (promised miss rate - miss rate of this sample): adaptive conformal
     inference
@@ -16,6 +16,8 @@ and would let the interval of the others shrink. lag^0.35 is a start only (a ran
 alone 0): m takes over once scores come in.
 """
 
+from functools import lru_cache
+from math import erf, sqrt
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -29,9 +31,9 @@ _ALPHA_BOUNDS = (0.005, 0.6)
 # memory of scores in samples, and gain of alpha, at lag 1; and how both slow down with the lag: forecasts a
 # horizon ahead overlap for as long as it is, so that many samples of scores are but one piece of news
 _MEMORY, _MEMORY_PER_LAG, _ALPHA_GAIN, _ALPHA_PER_LAG = 5.0, 0.2, 0.05, 0.1
-# bins of ln z, from 0.02 to 200; the first and the last catch what is beyond
-NUM_BINS, LOG_LOW, LOG_HIGH = 92, float(np.log(0.02)), float(np.log(200.0))
-BIN_WIDTH = (LOG_HIGH - LOG_LOW) / NUM_BINS
+# bins of z from 2^-6 to 2^8, eight an octave, as the leading bits of a float32 count them; the first and the
+# last catch what is beyond
+NUM_BINS, LOW_CODE, CODE_SHIFT = 112, (127 - 6) * 8, 20
 LEAST_WIDTH = 1e-12
 
 
@@ -68,8 +70,10 @@ def multiplier(state: Conformal, horizon: int) -> Floats:
     bin_L1 = np.minimum((share_LB < wanted_L1).sum(axis=-1, keepdims=True), NUM_BINS + 1)
     above_L1 = np.take_along_axis(share_LB, bin_L1, axis=-1)
     below_L1 = np.where(bin_L1 > 0, np.take_along_axis(share_LB, np.maximum(bin_L1 - 1, 0), axis=-1), 0.0)
-    within_L1 = (wanted_L1 - below_L1) / np.maximum(above_L1 - below_L1, 1e-12)
-    return np.exp(LOG_LOW + (bin_L1 - 1 + np.clip(within_L1, 0.0, 1.0)) * BIN_WIDTH)[:, 0]
+    within_L1 = np.clip((wanted_L1 - below_L1) / np.maximum(above_L1 - below_L1, 1e-12), 0.0, 1.0)
+    edge_B = np.concatenate([[_edges()[0] / 2], _edges(), [_edges()[-1]]])
+    low_L1, high_L1 = edge_B[bin_L1], edge_B[bin_L1 + 1]
+    return (low_L1 + within_L1 * (high_L1 - low_L1))[:, 0]
 
 
 def multipliers(state: Conformal, lag_H: NDArray[np.int64]) -> Floats:
@@ -154,8 +158,9 @@ class NumpyBands:
         score_LE = np.abs(np.sqrt(share_LE) - expected_LE) / width_LE
         live_LE = (expected_LE**2 * total_L[:, None] >= LIVE_COPIES) & (total_L > 0)[:, None]
         missed_L = (live_LE & (score_LE > multiplier_L[:, None])).sum(axis=-1)
-        place_LE = np.floor((np.log(np.maximum(score_LE, 1e-300)) - LOG_LOW) / BIN_WIDTH).astype(np.int64) + 1
-        place_LE = np.clip(place_LE, 0, NUM_BINS + 1) + np.arange(len(total_L))[:, None] * (NUM_BINS + 2)
+        code_LE = score_LE.astype(np.float32).view(np.int32).astype(np.int64) >> CODE_SHIFT
+        place_LE = np.clip(code_LE - LOW_CODE + 1, 0, NUM_BINS + 1)
+        place_LE += np.arange(len(total_L))[:, None] * (NUM_BINS + 2)
         counts = np.bincount(place_LE[live_LE], minlength=len(total_L) * (NUM_BINS + 2))
         count_LB = counts.reshape(len(total_L), NUM_BINS + 2).astype(np.float64)
         return count_LB, live_LE.sum(axis=-1).astype(np.float64), missed_L.astype(np.float64)
@@ -177,8 +182,14 @@ class NumpyBands:
         return low_HLE, high_HLE, np.sqrt(4.0 * mean_HLE * var_HLE + 2.0 * var_HLE**2)
 
 
+@lru_cache(maxsize=1)
+def _edges() -> Floats:
+    """Borders of the bins, [bins + 1]: where the leading bits of a float32 change."""
+    codes = (np.arange(NUM_BINS + 1, dtype=np.int32) + LOW_CODE) << CODE_SHIFT
+    return codes.astype(np.int32).view(np.float32).astype(np.float64)
+
+
 def _half_normal_bins() -> Floats:
-    """Probability of each bin for |z| of a standard normal, by the midpoint rule; sums to 1."""
-    middle_B = np.exp(LOG_LOW + (np.arange(-1, NUM_BINS + 1) + 0.5) * BIN_WIDTH)
-    weight_B = middle_B * np.exp(-0.5 * middle_B**2)
-    return weight_B / weight_B.sum()
+    """Probability of each bin for |z| of a standard normal; sums to 1."""
+    below = [0.0, *(erf(edge / sqrt(2.0)) for edge in _edges()), 1.0]
+    return np.diff(np.array(below))

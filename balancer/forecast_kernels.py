@@ -19,8 +19,7 @@ LEAST_SHARE = 1e-4  # as in bank.py
 DIAGONAL = 1e-9
 # as in conformal.py
 LIVE_COPIES, LEAST_WIDTH = 1.0, 1e-12
-NUM_BINS, LOG_LOW = 92, np.log(0.02)
-BIN_WIDTH = (np.log(200.0) - np.log(0.02)) / 92
+NUM_BINS, LOW_CODE, CODE_SHIFT = 112, (127 - 6) * 8, 20
 
 
 def bank_learn(level_KLE, theta_RLD, share_LE, order, fade):
@@ -216,21 +215,25 @@ def tally(share_LE, root_LE, std_LE, reach, total_L, multiplier_L):
     count_LB = np.zeros((L, NUM_BINS + 2))
     number_L = np.zeros(L)
     missed_L = np.zeros(L)
+    score_E = np.empty(E)
+    short_E = np.empty(E, dtype=np.float32)
+    code_E = short_E.view(np.int32)
     for layer in range(L):
         total = total_L[layer]
         if total <= 0.0:
             continue
         for e in range(E):
-            root = np.float64(root_LE[layer, e])
-            if root * root * total < LIVE_COPIES:
-                continue
             width = max(np.float64(std_LE[layer, e]) * reach, LEAST_WIDTH)
-            score = abs(np.sqrt(share_LE[layer, e]) - root) / width
-            number_L[layer] += 1.0
-            if score > multiplier_L[layer]:
-                missed_L[layer] += 1.0
-            place = int(np.floor((np.log(max(score, 1e-300)) - LOG_LOW) / BIN_WIDTH)) + 1
-            count_LB[layer, min(max(place, 0), NUM_BINS + 1)] += 1.0
+            score_E[e] = abs(np.sqrt(share_LE[layer, e]) - np.float64(root_LE[layer, e])) / width
+            short_E[e] = np.float32(score_E[e])
+        for e in range(E):
+            root = np.float64(root_LE[layer, e])
+            if root * root * total >= LIVE_COPIES:
+                number_L[layer] += 1.0
+                if score_E[e] > multiplier_L[layer]:
+                    missed_L[layer] += 1.0
+                place = (np.int64(code_E[e]) >> CODE_SHIFT) - LOW_CODE + 1
+                count_LB[layer, min(max(place, 0), NUM_BINS + 1)] += 1.0
     return count_LB, number_L, missed_L
 
 
