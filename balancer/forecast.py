@@ -32,7 +32,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balancer import forecast_kernels
-from balancer.bank import BankConfig, NumpyPasses, Passes, bank
+from balancer.bank import NumpyPasses, Passes, bank
+from balancer.bank_config import BankConfig
 from balancer.compiled import compile_file
 from balancer.conformal import NumpyBands
 from balancer.forecast_build import Member, build

@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from balancer.bank import BankConfig, bank
+from balancer.bank import bank
+from balancer.bank_config import BankConfig
 from balancer.forecast import FORECASTERS, CompiledPasses, forecaster, warm_forecast
 from balancer.forecast_build import NEVER, Sample
 from balancer.forecast_record import Forecaster
