@@ -27,7 +27,6 @@ Floats = NDArray[np.float64]
 
 LIVE_COPIES = 1.0
 LAG_POWER = 0.35
-_ALPHA_BOUNDS = (0.005, 0.6)
 # memory of scores in samples, and gain of alpha, at lag 1; and how both slow down with the lag: forecasts a
 # horizon ahead overlap for as long as it is, so that many samples of scores are but one piece of news
 _MEMORY, _MEMORY_PER_LAG, _ALPHA_GAIN, _ALPHA_PER_LAG = 5.0, 0.2, 0.05, 0.1
@@ -39,8 +38,7 @@ LEAST_WIDTH = 1e-12
 
 class Conformal(NamedTuple):
     """score_HLB [H, L, bins + 2]: histogram of scores lately;  fed_HL [H, L]: samples of scores so far;
-    alpha_HL [H, L]: miss rate aimed at;  level
-    []: promised coverage."""
+    alpha_HL [H, L]: miss rate aimed at;  level []: promised coverage."""
 
     score_HLB: Floats
     fed_HL: NDArray[np.int64]
@@ -109,7 +107,9 @@ def conformal_update(
     error_L = (1.0 - state.level) - missed_L / np.maximum(number_L, 1)
     gain = _ALPHA_GAIN / (1 + _ALPHA_PER_LAG * (lag - 1))
     kept = 1 - 1 / (_MEMORY + _MEMORY_PER_LAG * (lag - 1))
-    alpha_L = np.clip(state.alpha_HL[horizon] + gain * error_L, *_ALPHA_BOUNDS)
+    # alpha may wander, but neither to where no score tells a quantile nor over all of them
+    least, most = 0.05 * (1.0 - state.level), 1.0 - 0.5 * state.level
+    alpha_L = np.clip(state.alpha_HL[horizon] + gain * error_L, least, most)
     state.alpha_HL[horizon] = np.where(counts_L, alpha_L, state.alpha_HL[horizon])
     old_LB = state.score_HLB[horizon]
     state.score_HLB[horizon] = np.where(counts_L[:, None], kept * old_LB + count_LB, old_LB)

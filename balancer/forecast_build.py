@@ -7,9 +7,10 @@ load, missing samples, spread, and intervals that are calibrated on its own past
                                   ^ errors of forecasts whose time has come (origins.py) ^
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -44,8 +45,8 @@ Flags = NDArray[np.bool_]
 _JUMPED_SAMPLES, _MOVING_RATIO = 20, 1.3
 # samples without a jump after which a layer had something settled that a jump makes worthless
 _SETTLED_SAMPLES = 8
-# part of a horizon after which a jump is old news for forecasts made before it
-_OLD_JUMP_FRAC = 0.5
+# a layer that jumps so often that a horizon has no news for this many times its length takes what there is
+_STARVED_LAGS = 2
 NEVER = int(np.iinfo(np.int64).max)
 
 
@@ -54,9 +55,9 @@ class Sample(NamedTuple):
 
     step [];  share_LE [L, E]: shares, of a layer without load those before;  total_L [L]: copies;  loaded_L
     [L]: layers with load;  jumped_L [L]: layers that jumped now;  restart_L [L]: those of them that had been
-    settled, so that what was known is worthless (an early jump may be taken back);  since_L [L]: step of a
-    layer's last jump, or of its first load, NEVER before that;  age_L [L]: samples since then;  lag_H [H]:
-    horizons in samples;  interval []: steps between samples.
+    settled, so that what was known may be worthless;  since_L, first_L [L]: step of a layer's last jump, or
+    of its first load, and of its first load, NEVER before;  starved_HL [H, L]: horizons that had no news for
+    long;  lag_H [H]: horizons in samples;  interval []: steps between samples.
     """
 
     step: int
@@ -66,7 +67,8 @@ class Sample(NamedTuple):
     jumped_L: Flags
     restart_L: Flags
     since_L: Integers
-    age_L: Integers
+    first_L: Integers
+    starved_HL: Flags
     lag_H: Integers
     interval: float
 
@@ -81,8 +83,9 @@ class Member(NamedTuple):
 
 
 class State(NamedTuple):
-    """step, interval []: of the last sample, and between samples (0: unknown);  horizons_H [H];  since_L [L]:
-    see Sample;  spread, conformal;  member: the member's own;  mean_HLE [H, L, E]: its forecast now;
+    """step, interval []: of the last sample, and between samples (0: unknown);  horizons_H [H];  since_L,
+    first_L [L]: see Sample;  waited_HL [H, L]: samples since a forecast was met that knew of no jump since;
+    spread, conformal;  member: the member's own;  mean_HLE [H, L, E]: its forecast now;
     origin_HQ [H, slots]: steps of the forecasts not yet met, with their root means root_HQLE and spreads
     std_HQLE (float32)."""
 
@@ -90,6 +93,8 @@ class State(NamedTuple):
     interval: Floats
     horizons_H: Integers
     since_L: Integers
+    first_L: Integers
+    waited_HL: Integers
     spread: Spread
     conformal: Conformal
     member: Any
@@ -111,7 +116,7 @@ def build(member: Member, level: float = 0.9, bands: Bands | None = None) -> For
     def init(num_layers: int, num_experts: int, horizons: Sequence[int]) -> State:
         return _init(member, level, num_layers, num_experts, horizons)
 
-    def update(step: int, tokens_per_expert_LE: ArrayLike, state: State) -> State:
+    def update(step: SupportsIndex, tokens_per_expert_LE: ArrayLike, state: State) -> State:
         return _update(member, used, step, tokens_per_expert_LE, state)
 
     def forecast(state: State) -> Forecast:
@@ -123,11 +128,11 @@ def build(member: Member, level: float = 0.9, bands: Bands | None = None) -> For
 def is_evidence(sample: Sample, h: int, made_at: int) -> Flags:
     """Whether a forecast made at a step, and met now at horizon h, is evidence about each layer [L].
 
-    One from before a jump tells of the jump only, for a while: until half its horizon has passed. Then it
-    counts, or a layer that jumps now and then would never learn about long horizons.
+    One from before a jump tells of the jump only, so it is left out; but a layer that jumps now and then would
+    never learn about long horizons that way: where nothing has come in for long, it counts all the same.
     """
-    old_L = sample.age_L >= np.maximum(_SETTLED_SAMPLES, _OLD_JUMP_FRAC * sample.lag_H[h])
-    return sample.loaded_L & ((made_at >= sample.since_L) | (old_L & (sample.since_L != NEVER)))
+    since_L = np.where(sample.starved_HL[h], sample.first_L, sample.since_L)
+    return sample.loaded_L & (made_at >= since_L)
 
 
 def shares(values_XE: Floats) -> Floats:
@@ -140,10 +145,10 @@ def shares(values_XE: Floats) -> Floats:
 
 
 def lags(horizons_H: Integers, interval: float) -> Integers:
-    """Horizons in samples [H], at least 1."""
-    return np.maximum(1, np.rint(horizons_H / interval if interval > 0 else 0.0 * horizons_H)).astype(
-        np.int64
-    )
+    """Horizons in samples [H], at least 1: of the first sample at or after the target, the one scored."""
+    if interval <= 0:
+        return np.ones_like(horizons_H)
+    return np.maximum(1, np.ceil(horizons_H / interval - 1e-6)).astype(np.int64)
 
 
 def _init(member: Member, level: float, num_layers: int, num_experts: int, horizons: Sequence[int]) -> State:
@@ -155,6 +160,8 @@ def _init(member: Member, level: float, num_layers: int, num_experts: int, horiz
         interval=np.array(0.0),
         horizons_H=horizons_H,
         since_L=np.full(num_layers, NEVER),
+        first_L=np.full(num_layers, NEVER),
+        waited_HL=np.zeros((horizons_H.size, num_layers), dtype=np.int64),
         spread=spread_init(num_layers, num_experts),
         conformal=conformal_init(horizons_H.size, num_layers, num_experts, level),
         member=member.init(num_layers, num_experts, horizons_H),
@@ -165,24 +172,44 @@ def _init(member: Member, level: float, num_layers: int, num_experts: int, horiz
     )
 
 
-def _update(member: Member, bands: Bands, step: int, tokens_per_expert_LE: ArrayLike, state: State) -> State:
+def _update(
+    member: Member, bands: Bands, step: SupportsIndex, tokens_per_expert_LE: ArrayLike, state: State
+) -> State:
     num_layers, num_experts = state.mean_HLE.shape[1:]
     counts_LE = checked_sample(step, tokens_per_expert_LE, int(state.step), (num_layers, num_experts))
+    step = operator.index(step)
     share_LE, loaded_L = shares_of(counts_LE, state.spread)
     total_L = counts_LE.sum(axis=-1)
     jumped_L, spread = spread_update(share_LE, total_L, loaded_L, state.spread)
     interval = _next_interval(step, state)
-    fresh_L = jumped_L | (loaded_L & (state.spread.seen_L == 0))
-    since_L = np.where(fresh_L, step, state.since_L)
+    begins_L = loaded_L & (state.spread.seen_L == 0)
+    first_L = np.where(begins_L, step, state.first_L)
+    since_L = np.where(begins_L | jumped_L, step, state.since_L)
     lag_H = lags(state.horizons_H, interval)
     restart_L = jumped_L & (state.spread.age_L >= _SETTLED_SAMPLES)
+    starved_HL = state.waited_HL > _STARVED_LAGS * lag_H[:, None] + _SETTLED_SAMPLES
     sample = Sample(
-        step, share_LE, total_L, loaded_L, jumped_L, restart_L, since_L, spread.age_L, lag_H, interval
+        step=step,
+        share_LE=share_LE,
+        total_L=total_L,
+        loaded_L=loaded_L,
+        jumped_L=jumped_L,
+        restart_L=restart_L,
+        since_L=since_L,
+        first_L=first_L,
+        starved_HL=starved_HL,
+        lag_H=lag_H,
+        interval=interval,
     )
     conformal = _score(bands, sample, state)
     inner = member.update(sample, state.member)
     state = state._replace(
-        step=np.array(step), interval=np.array(interval), since_L=since_L, spread=spread, conformal=conformal
+        step=np.array(step),
+        interval=np.array(interval),
+        since_L=since_L,
+        first_L=first_L,
+        spread=spread,
+        conformal=conformal,
     )
     state = state._replace(member=inner, mean_HLE=member.mean(lag_H, inner))
     _keep(step, state)
@@ -200,10 +227,12 @@ def _next_interval(step: int, state: State) -> float:
 def _score(bands: Bands, sample: Sample, state: State) -> Conformal:
     """Learn from the forecasts that this sample meets."""
     conformal, now_HL = state.conformal, multipliers(state.conformal, sample.lag_H)
+    state.waited_HL[:] += 1
     for h, horizon in enumerate(state.horizons_H):
         made_Q = state.origin_HQ[h].copy()
         reach = float(sample.lag_H[h]) ** LAG_POWER
         for slot in take_due(state.origin_HQ[h], int(horizon), sample.step, sample.interval):
+            state.waited_HL[h][sample.loaded_L & (made_Q[slot] >= sample.since_L)] = 0
             total_L = np.where(is_evidence(sample, h, int(made_Q[slot])), sample.total_L, 0.0)
             root_LE, std_LE = state.root_HQLE[h, slot], state.std_HQLE[h, slot]
             found = bands.tally(sample.share_LE, root_LE, std_LE, reach, total_L, now_HL[h])

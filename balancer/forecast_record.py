@@ -11,9 +11,10 @@ are drawn from it, `balancer/backtest.py` scores it. A forecaster is three funct
 keeps one). The state is a NamedTuple of arrays and such tuples, so it can be saved anywhere.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, SupportsIndex, TypeVar, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -55,6 +56,9 @@ class Forecaster(NamedTuple):
 
 State = TypeVar("State")
 
+MOST_STEPS = 2**62  # so that a step and a horizon add up
+MOST_COPIES = 2.0**63
+
 
 def copy_state(state: State) -> State:
     """Return a copy of a state that no `update` of the original touches.
@@ -81,32 +85,41 @@ def checked_horizons(num_layers: int, num_experts: int, horizons: Sequence[int])
         raise ValueError(
             f"horizons={horizons!r} must be training steps ahead, one or more integers: (10, 100)"
         )
-    if horizons_H[0] < 1 or (np.diff(horizons_H.astype(np.int64)) <= 0).any():
-        raise ValueError(f"horizons={horizons!r} must be 1 or more and increase: (10, 100)")
+    if (
+        horizons_H.min() < 1
+        or horizons_H.max() > MOST_STEPS
+        or (np.diff(horizons_H.astype(np.int64)) <= 0).any()
+    ):
+        raise ValueError(f"horizons={horizons!r} must be 1 to 2^62 and increase: (10, 100)")
     return horizons_H.astype(np.int64)
 
 
 def checked_sample(
-    step: int, tokens_per_expert_LE: ArrayLike, last_step: int, shape_LE: tuple[int, int]
+    step: SupportsIndex, tokens_per_expert_LE: ArrayLike, last_step: int, shape_LE: tuple[int, int]
 ) -> NDArray[np.float64]:
     """Return the counts of one sample as [L, E] float64, checked.
 
-    last_step: of the sample before, -1 for none. Raises ValueError for a step that does not increase, another
-    shape, a type that is no number, or an entry that is negative or not finite.
+    last_step: of the sample before, -1 for none. Raises ValueError for a step that is no integer, does not
+    increase or is beyond 2^62, another shape, a type that is no number, or an entry that is negative, not
+    finite or beyond 2^63.
     """
-    if step <= last_step:
-        raise ValueError(f"step={step} must be more than that of the last sample, {last_step}")
+    if isinstance(step, bool | np.bool_) or not hasattr(step, "__index__"):
+        raise ValueError(f"step={step!r} must be an integer, the training step of the sample")
+    if not last_step < operator.index(step) <= MOST_STEPS:
+        raise ValueError(
+            f"step={step} must be more than that of the last sample, {last_step}, and at most 2^62"
+        )
     counts = np.asarray(tokens_per_expert_LE)
     if counts.dtype.kind not in "iuf" or counts.shape != shape_LE:
         raise ValueError(
             f"tokens_per_expert_LE is {counts.dtype} {counts.shape}, expected counts [L, E] = {shape_LE}"
         )
     counts = counts.astype(np.float64)
-    bad = ~((counts >= 0) & np.isfinite(counts))
+    bad = ~((counts >= 0) & (counts <= MOST_COPIES))
     if bad.any():
         layer, expert = (int(i) for i in np.argwhere(bad)[0])
         raise ValueError(
             f"step {step}, layer {layer}, expert {expert}: {counts[layer, expert]} is no count; "
-            "it must be finite and 0 or more"
+            "it must be 0 to 2^63"
         )
     return counts

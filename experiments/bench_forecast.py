@@ -117,11 +117,23 @@ def time_means(counts_WLE: Counts) -> tuple[float, ...]:
     member, times = bank(BankConfig(**MEANS), CompiledPasses()), []
     state = member.init(num_layers, num_experts, np.array([NEVER // 4]))
     all_L, none_L = np.ones(num_layers, dtype=np.bool_), np.zeros(num_layers, dtype=np.bool_)
-    total_L, since_L = np.full(num_layers, float(COPIES)), np.zeros(num_layers, dtype=np.int64)
-    lag_H = np.array([1])
+    total_L, start_L = np.full(num_layers, float(COPIES)), np.zeros(num_layers, dtype=np.int64)
+    lag_H, starved_1L = np.array([1]), none_L[None]
     for w, counts_LE in enumerate(counts_WLE):
         share_LE = counts_LE / COPIES
-        sample = Sample(1 + 10 * w, share_LE, total_L, all_L, none_L, none_L, since_L, since_L, lag_H, 10.0)
+        sample = Sample(
+            step=1 + 10 * w,
+            share_LE=share_LE,
+            total_L=total_L,
+            loaded_L=all_L,
+            jumped_L=none_L,
+            restart_L=none_L,
+            since_L=start_L,
+            first_L=start_L,
+            starved_HL=starved_1L,
+            lag_H=lag_H,
+            interval=10.0,
+        )
         start = time.perf_counter()
         state = member.update(sample, state)
         middle = time.perf_counter()

@@ -3,9 +3,9 @@
     python -m experiments.tune_forecast [--trace TRACE] [--json OUT]
 
 Beside the flow: how the defaults of `balancer.bank_config.BankConfig` were chosen, so that anybody can choose
-them again. Of a real trace only the first half of the time is read, so that the second half can judge the choice.
-A figure is the total variation over that of the defaults, the geometric mean over traces and horizons (of 1,
-10 and 50 samples); seeds differ from those of the tests.
+them again. Of a real trace only the first half of the time is read, so that the second half can judge the
+choice. A figure is the total variation over that of the defaults, the geometric mean over traces and horizons
+(of 1, 10 and 50 samples); seeds differ from those of the tests.
 """
 
 import argparse

@@ -40,6 +40,16 @@ def test_before_any_score_errors_are_taken_as_normal():
         assert multiplier(conformal_init(1, 1, 32, level), 0)[0] == pytest.approx(normal, rel=0.02)
 
 
+@pytest.mark.parametrize("level", [0.05, 0.2, 0.5, 0.9, 0.99, 0.999])
+def test_every_level_is_kept(level):
+    rng, state, missed = np.random.default_rng(0), conformal_init(1, 1, 1000, level), []
+    for _ in range(200):
+        score_LE = np.abs(rng.standard_normal((1, 1000)))
+        missed.append((score_LE > multiplier(state, 0)[:, None]).mean())
+        state = _feed(state, score_LE)
+    assert np.mean(missed[50:]) == pytest.approx(1 - level, abs=0.006, rel=0.1)
+
+
 @pytest.mark.parametrize("scale", [0.3, 1.0, 20.0])
 def test_the_multiplier_becomes_the_quantile_of_the_scores(scale):
     rng, state = np.random.default_rng(0), conformal_init(1, 2, 400, 0.9)
@@ -53,6 +63,8 @@ def test_a_miss_rate_off_its_promise_moves_the_aim_against_it():
     _feed(wide, np.full((1, 50), 30.0))
     _feed(narrow, np.full((1, 50), 0.1))
     assert wide.alpha_HL[0, 0] < 0.1 < narrow.alpha_HL[0, 0]
+    # one sample that was missed whole: gain 0.05 times (0.1 - 1)
+    assert wide.alpha_HL[0, 0] == pytest.approx(0.1 - 0.05 * 0.9)
 
 
 def test_a_horizon_without_scores_takes_the_shorter_one_grown_as_it_grew():
@@ -253,4 +265,8 @@ def test_a_long_horizon_with_many_samples_keeps_origins_apart_and_never_runs_out
 
 def test_slots_fit_a_bound_of_memory():
     assert num_slots(1000) == 64 and num_slots(2**30) == 8
-    assert num_slots(3 * 9 * 58 * 256) * 3 * 9 * 58 * 256 / 2**23 + 8 >= 8
+    for values in (3 * 9 * 58 * 256, 2**18, 2**19 + 1):
+        assert (
+            8 < num_slots(values) < 64
+            and (num_slots(values) + 1) * values > 2**23 >= num_slots(values) * values
+        )
