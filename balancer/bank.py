@@ -17,7 +17,8 @@ Weights come from the error of each forecast once its time has come (total varia
                   Warmuth, 1998): no forecast is ever lost, so that another may take over after a change
     evidence      of shorter horizons counts at longer ones, by `borrow` for each step: it is there earlier
     after a jump  of a layer its weights return to the prior, its regressions keep a tenth of what they knew;
-                  if it had been settled, its means start anew from the last sample, as plain means at first
+                  if it had been settled, its means start anew from the last sample, as plain means at first:
+                  until the load comes back (bank_jumps.py)
 
 Three passes over the data, each here in numpy and in `balancer/forecast_kernels.py` for numba: `learn`
 (errors of past forecasts), `solve` (regressions), `mix` (the forecast).
@@ -30,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balancer.bank_config import BankConfig
+from balancer.bank_jumps import Aside, Learnt, answer_jumps, aside_init
 from balancer.forecast_build import Member, Sample, is_evidence, shares
 from balancer.origins import FREE, num_slots, place, take_due
 
@@ -38,18 +40,18 @@ Integers = NDArray[np.int64]
 Small = NDArray[np.float32]
 
 _LEAST_SHARE = 1e-4  # of the root weights of the regression
-_KEPT_AFTER_JUMP = 0.1
 _SCALE_MEMORY = 0.9
 _LEAST_SCALE = 1e-9
+_MANY_EXPERTS = 12
 _OLD = 2**40  # samples: the means have long left their plain beginning
 
 
 class BankState(NamedTuple):
     """level_KLE [K, L, E]: the means;  started_L [L]: layers that had load;  age_L [L]: samples since the
-    means of a layer started anew, very many before;  gram_HRLDD, moment_HRLD: the
-    regressions' normal equations;  theta_HRLD: their solution;  evidence_HML [H, M + X, L]: log of weight
-    over prior;  scale_HL: running size of the errors;  slow: states of the slow members, slow_HXLE [H, X, L,
-    E] their forecasts now;  origin_HQ [H, slots]: steps of the origins kept, with their levels level_HQKLE,
+    means of a layer started anew, very many before;  gram_HRLDD, moment_HRLD: the regressions' normal
+    equations;  theta_HRLD: their solution;  evidence_HML [H, M + X, L]: log of weight over prior;  scale_HL:
+    running size of the errors;  slow: states of the slow members, slow_HXLE [H, X, L, E] their forecasts now;
+    aside: see bank_jumps.py;  origin_HQ [H, slots]: steps of the origins kept, with their levels level_HQKLE,
     theta_HQRLD and slow_HQXLE (float32)."""
 
     level_KLE: Floats
@@ -62,6 +64,7 @@ class BankState(NamedTuple):
     scale_HL: Floats
     slow: tuple[Any, ...]
     slow_HXLE: Floats
+    aside: Aside
     origin_HQ: Integers
     level_HQKLE: Small
     theta_HQRLD: Small
@@ -126,17 +129,21 @@ def _init(
     K, R, D, X = len(config.gains), len(config.memories), len(config.regressors), len(slow)
     slots = num_slots(num_horizons * (K + X) * num_layers * num_experts)
     shape_LE, start = (num_layers, num_experts), 1.0 / num_experts
-    return BankState(
+    learnt = Learnt(
         level_KLE=np.full((K, *shape_LE), start),
-        started_L=np.zeros(num_layers, dtype=np.bool_),
         age_L=np.full(num_layers, _OLD),
+        evidence_HML=np.zeros((num_horizons, config.num_members + X, num_layers)),
         gram_HRLDD=np.zeros((num_horizons, R, num_layers, D, D)),
         moment_HRLD=np.zeros((num_horizons, R, num_layers, D)),
+    )
+    return BankState(
+        **learnt._asdict(),
+        started_L=np.zeros(num_layers, dtype=np.bool_),
         theta_HRLD=np.zeros((num_horizons, R, num_layers, D)),
-        evidence_HML=np.zeros((num_horizons, config.num_members + X, num_layers)),
         scale_HL=np.zeros((num_horizons, num_layers)),
         slow=slow,
         slow_HXLE=np.full((num_horizons, X, *shape_LE), start),
+        aside=aside_init(learnt),
         origin_HQ=np.full((num_horizons, slots), FREE),
         level_HQKLE=np.zeros((num_horizons, slots, K, *shape_LE), dtype=np.float32),
         theta_HQRLD=np.zeros((num_horizons, slots, R, num_layers, D), dtype=np.float32),
@@ -147,8 +154,9 @@ def _init(
 def _update(
     config: BankConfig, passes: Passes, sample: Sample, horizons_H: Integers, state: BankState
 ) -> BankState:
+    learnt = Learnt(state.level_KLE, state.age_L, state.evidence_HML, state.gram_HRLDD, state.moment_HRLD)
+    answer_jumps(sample, state.level_KLE[_usual(config)], learnt, state.aside)
     _raise_levels(config, sample, state)
-    _forget_at_jumps(sample, state)
     prior_HM = priors(config, sample.lag_H, len(state.slow))
     for h, horizon in enumerate(horizons_H):
         made_Q = state.origin_HQ[h].copy()
@@ -167,7 +175,7 @@ def _update(
 
 
 def _raise_levels(config: BankConfig, sample: Sample, state: BankState) -> None:
-    age_L = np.where(sample.restart_L, 0, state.age_L + sample.loaded_L)
+    age_L = state.age_L + sample.loaded_L
     gain_KL = np.maximum(np.array(config.gains)[:, None], 1.0 / (age_L + 1.0))
     gain_KL = np.where(state.started_L, gain_KL, 1.0) * sample.loaded_L
     for level_LE, gain_L in zip(state.level_KLE, gain_KL):
@@ -175,12 +183,14 @@ def _raise_levels(config: BankConfig, sample: Sample, state: BankState) -> None:
     state.age_L[:] = age_L
 
 
-def _forget_at_jumps(sample: Sample, state: BankState) -> None:
-    jumped = sample.jumped_L
-    if jumped.any():
-        state.evidence_HML[:, :, jumped] = 0.0
-        state.gram_HRLDD[:, :, jumped] *= _KEPT_AFTER_JUMP
-        state.moment_HRLD[:, :, jumped] *= _KEPT_AFTER_JUMP
+def _speed(config: BankConfig, sample: Sample) -> float:
+    """eta, slower for fewer than 12 experts: the total variation of a few experts says little at a time."""
+    return config.eta * min(1.0, sample.share_LE.shape[1] / _MANY_EXPERTS)
+
+
+def _usual(config: BankConfig) -> int:
+    """Index of the mean that stands for what a load was lately: the one with a gain nearest 0.2."""
+    return int(np.abs(np.array(config.gains) - 0.2).argmin())
 
 
 def _learn(
@@ -210,7 +220,7 @@ def _learn(
     scale_L = np.where(old_L > 0, moved_L, now_L)
     state.scale_HL[h] = np.where(counted_L, scale_L, old_L)
     worse_ML = (loss_ML - loss_ML.min(axis=0)) / np.maximum(scale_L, _LEAST_SCALE)
-    evidence_ML = share_evidence(config, state.evidence_HML[h] - config.eta * worse_ML, prior_M)
+    evidence_ML = share_evidence(config, state.evidence_HML[h] - _speed(config, sample) * worse_ML, prior_M)
     state.evidence_HML[h] = np.where(counted_L, evidence_ML, state.evidence_HML[h])
 
 
@@ -230,7 +240,8 @@ def priors(config: BankConfig, lag_H: Integers, num_slow: int) -> Floats:
 
 def share_evidence(config: BankConfig, evidence_ML: Floats, prior_M: Floats) -> Floats:
     """Mix a share of the prior into the weights, and return them as evidence: log of weight over prior."""
-    weight_ML = prior_M[:, None] * np.exp(evidence_ML - evidence_ML.max(axis=0))
+    most_L = np.where(prior_M[:, None] > 0, evidence_ML, -np.inf).max(axis=0)
+    weight_ML = prior_M[:, None] * np.exp(np.minimum(evidence_ML - most_L, 0.0))
     weight_ML = (1 - config.switch) * weight_ML / weight_ML.sum(axis=0) + config.switch * prior_M[:, None]
     with np.errstate(divide="ignore", invalid="ignore"):
         found_ML = np.log(weight_ML / prior_M[:, None])
@@ -245,6 +256,7 @@ def weights(config: BankConfig, lag_H: Integers, evidence_HML: Floats) -> Floats
     for h in range(lag_H.size):
         total_HML[h] = evidence_HML[h] + borrowed_ML
         borrowed_ML = config.borrow * total_HML[h]
+    total_HML = np.where(prior_HM[:, :, None] > 0, total_HML, -np.inf)
     weight_HML = prior_HM[:, :, None] * np.exp(total_HML - total_HML.max(axis=1, keepdims=True))
     return weight_HML / weight_HML.sum(axis=1, keepdims=True)
 

@@ -2,6 +2,18 @@
 
 from dataclasses import dataclass
 
+_BOUNDS = {
+    "ridge": (1e-6, 1e6),
+    "eta": (0.0, 100.0),
+    "switch": (0.0, 1.0),
+    "bonus": (0.0, 1e6),
+    "bonus_power": (0.0, 10.0),
+    "mean_weight": (0.0, 1e3),
+    "regression_weight": (0.0, 1e3),
+    "borrow": (0.0, 1.0),
+    "decay_rate": (0.0, 0.999),
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BankConfig:
@@ -31,21 +43,28 @@ class BankConfig:
     decay_rate: float = 0.0
 
     def __post_init__(self) -> None:
+        for name in ("gains", "regressors", "memories"):
+            if not isinstance(getattr(self, name), tuple):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a tuple of numbers")
         if not self.gains or self.gains[0] != 1.0 or not all(0.0 < gain <= 1.0 for gain in self.gains):
             raise ValueError(f"gains={self.gains} must lie in (0, 1], the first 1 (the last sample)")
         indices = (self.reference, *self.regressors)
-        if not all(0 <= i < len(self.gains) for i in indices) or len(set(indices)) != len(indices):
+        if not all(i in range(len(self.gains)) for i in indices) or len(set(indices)) != len(indices):
             raise ValueError(
                 f"reference={self.reference} and regressors={self.regressors} must be different indices of "
                 f"gains, 0 to {len(self.gains) - 1}"
             )
-        bounds = {"switch": 1.0, "borrow": 1.0, "decay_rate": 0.999, "eta": 1e3, "ridge": 1e6}
-        for name, most in bounds.items():
-            value = getattr(self, name)
-            if not 0.0 <= value <= most:
-                raise ValueError(f"{name}={value} must lie between 0 and {most}")
         if not all(0.0 < memory <= 1.0 for memory in self.memories):
             raise ValueError(f"memories={self.memories} must lie in (0, 1]; 0.95 lives 20 samples")
+        for name, (least, most) in _BOUNDS.items():
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise ValueError(f"{name}={value} must lie between {least} and {most}")
+        if self.mean_weight == 0.0 and (self.regression_weight == 0.0 or not self.memories):
+            raise ValueError(
+                f"mean_weight={self.mean_weight} and regression_weight={self.regression_weight} leave "
+                "nothing to forecast with; give one of them a weight above 0"
+            )
 
     @property
     def num_members(self) -> int:

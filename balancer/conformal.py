@@ -7,9 +7,9 @@ whose time has come:
     score           z = |sqrt s - f| / (sd lag^0.35)        lag = horizon in samples
     scores lately   histogram over z, eight bins an octave, that lives 5 samples at lag 1, longer at long lags
     m               its quantile 1 - alpha
-    alpha           alpha + gamma (promised miss rate - miss rate of this sample): adaptive conformal
-    inference
-                    (Gibbs and Candes, 2021); on average the promise is kept even if the scores drift
+    alpha           alpha + gamma (promised miss rate - miss rate of this sample), more slowly at long lags:
+                    adaptive conformal inference (Gibbs and Candes, 2021); on average the promise is kept even
+                    if the scores drift
 
 Only *live* experts count, those expected to get a copy or more: the empty ones are covered almost surely,
 and would let the interval of the others shrink. lag^0.35 is a start only (a random walk would have 0.5, noise

@@ -69,15 +69,17 @@ class CompiledPasses:
 
 def _regime(compiled: bool, *, slow: Sequence[str] = ("seasonal",), **options: Any) -> Member:
     unknown = [name for name in slow if name not in FORECASTERS or name == "regime"]
+    if isinstance(slow, str) or len(set(slow)) != len(slow):
+        raise ValueError(f"forecaster 'regime': slow={slow!r} must be different names: ('seasonal', 'var')")
     if unknown:
         known = ", ".join(name for name in FORECASTERS if name != "regime")
         raise ValueError(f"forecaster 'regime': slow member {unknown[0]!r} is unknown; use some of {known}")
     return bank(_config(options, "regime"), _passes(compiled), [_member(name, compiled, {}) for name in slow])
 
 
-def _ar(compiled: bool, *, memory: float = 0.95, **options: Any) -> Member:
+def _ar(compiled: bool, *, memory: float = 0.95, ridge: float = 0.03) -> Member:
     alone: dict[str, Any] = {"memories": (memory,), "mean_weight": 0.0, "regression_weight": 1.0, "eta": 0.0}
-    return bank(_config({**options, **alone}, "ar"), _passes(compiled))
+    return bank(_config({"ridge": ridge, **alone}, "ar"), _passes(compiled))
 
 
 def _level(compiled: bool) -> Member:
@@ -115,8 +117,9 @@ def forecaster(
     level: coverage of its intervals, in (0, 1). compiled: inner loops by numba (True), in numpy (False), or
     by numba where it is installed (None). options: constants of the one named: ema(gain), window(length),
     holt(gain, trend_gain, damping), decay(gain, rate), trend(damping, slope_ratio), seasonal(period_steps,
-    length, gain), var(rank, length, gain, every), ar(memory), regime(slow: names of further members, and any
-    field of `BankConfig`). Raises ValueError for an unknown name or option, or a constant out of range.
+    length, gain), var(rank, length, gain, every), ar(memory, ridge), regime(slow: names of further members,
+    and any field of `BankConfig`). Raises ValueError for an unknown name or option, or a constant out of
+    range.
 
     >>> import numpy as np
     >>> init, update, forecast = forecaster("ema", gain=0.5)
@@ -127,7 +130,7 @@ def forecaster(
     if name not in FORECASTERS:
         raise ValueError(f"forecaster {name!r} is unknown; use one of {', '.join(FORECASTERS)}")
     known = set(signature(FORECASTERS[name]).parameters) - {"compiled", "options"}
-    if name in ("regime", "ar"):
+    if name == "regime":
         known |= {field.name for field in fields(BankConfig)}
     unknown = sorted(set(options) - known)
     if unknown:

@@ -128,8 +128,8 @@ def build(member: Member, level: float = 0.9, bands: Bands | None = None) -> For
 def is_evidence(sample: Sample, h: int, made_at: int) -> Flags:
     """Whether a forecast made at a step, and met now at horizon h, is evidence about each layer [L].
 
-    One from before a jump tells of the jump only, so it is left out; but a layer that jumps now and then would
-    never learn about long horizons that way: where nothing has come in for long, it counts all the same.
+    One from before a jump tells of the jump only, so it is left out; but a layer that jumps now and then
+    would never learn about long horizons: where nothing has come in for long, it counts all the same.
     """
     since_L = np.where(sample.starved_HL[h], sample.first_L, sample.since_L)
     return sample.loaded_L & (made_at >= since_L)
@@ -145,7 +145,7 @@ def shares(values_XE: Floats) -> Floats:
 
 
 def lags(horizons_H: Integers, interval: float) -> Integers:
-    """Horizons in samples [H], at least 1: of the first sample at or after the target, the one scored."""
+    """Horizons in samples [H], at least 1: of the first sample at or after the target, as scored."""
     if interval <= 0:
         return np.ones_like(horizons_H)
     return np.maximum(1, np.ceil(horizons_H / interval - 1e-6)).astype(np.int64)

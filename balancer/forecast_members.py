@@ -31,9 +31,18 @@ def checked_fraction(name: str, value: float, hint: str, *, least: float = 0.0, 
     return value
 
 
+def checked_whole(name: str, value: object, least: int, hint: str) -> int:
+    """Return a number of samples or directions, `least` or more. Raises ValueError with the hint."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least {least}; {hint}")
+    return value
+
+
 def reach(damping: float, lag_H: Integers) -> Floats:
     """Samples [H] over which a slope counts: damping + damping^2 + ... + damping^lag."""
-    return np.array([float(sum(damping**i for i in range(1, int(lag) + 1))) for lag in lag_H])
+    if damping == 1.0:
+        return lag_H.astype(np.float64)
+    return damping * (1.0 - damping ** lag_H.astype(np.float64)) / (1.0 - damping)
 
 
 def ema(gain: float = 0.5) -> Member:
@@ -76,8 +85,7 @@ class Window(NamedTuple):
 
 def window(length: int = 10) -> Member:
     """Mean of the last `length` samples with load of each layer."""
-    if length < 1:
-        raise ValueError(f"length={length} must be at least 1 sample; 10 is a good start")
+    checked_whole("length", length, 1, "10 samples are a good start")
 
     def init(num_layers: int, num_experts: int, horizons_H: Integers) -> Window:
         return Window(np.zeros((length, num_layers, num_experts)), np.zeros(num_layers, dtype=np.int64))

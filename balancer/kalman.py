@@ -1,8 +1,8 @@
 """Kalman members: local level and damped local linear trend on root shares, with their noises learnt online.
 
-Root shares have counting noise of one known size, phi (1 - p) / (4 N) (`balancer/spread.py`), but what a
-single batch holds scatters more than that. Both variances are read from the series itself, expert by expert
-leaning on the layer, by the moments of the changes d_t = y_t - y_{t-1} of a local level:
+Root shares have counting noise of one known size, (1 - p) / (4 N) (`balancer/spread.py`), but what a single
+batch holds scatters more than that (over-dispersion, jitter). Both variances are read from the series itself,
+expert by expert leaning on the layer, by the moments of the changes d_t = y_t - y_{t-1} of a local level:
 
     E[d_t d_{t-1}] = -R    (noise, at least the counting noise)        E[d_t^2] = Q + 2 R    (drift Q)
 
@@ -35,22 +35,26 @@ class Noise(NamedTuple):
 
 
 class LevelFilter(NamedTuple):
-    """level_LE, variance_LE: of the root share;  noise: its moments;  started_L [L]."""
+    """level_LE, variance_LE: of the root share;  noise: its moments;  started_L [L];  copies_L
+    [L]: copies of the last sample."""
 
     level_LE: Floats
     variance_LE: Floats
     noise: Noise
     started_L: Flags
+    copies_L: Floats
 
 
 class TrendFilter(NamedTuple):
-    """level_LE, slope_LE (per sample), variance_3LE: of level, both, slope;  noise;  started_L."""
+    """level_LE, slope_LE (per sample), variance_3LE: of level, both, slope;  noise;  started_L;
+    copies_L."""
 
     level_LE: Floats
     slope_LE: Floats
     variance_3LE: Floats
     noise: Noise
     started_L: Flags
+    copies_L: Floats
 
 
 class Filters(Protocol):
@@ -86,7 +90,11 @@ def local_level(filters: Filters) -> Member:
     def init(num_layers: int, num_experts: int, horizons_H: Integers) -> LevelFilter:
         start_LE = np.full((num_layers, num_experts), num_experts**-0.5)
         return LevelFilter(
-            start_LE, np.zeros_like(start_LE), _noise_init(start_LE), np.zeros(num_layers, dtype=np.bool_)
+            start_LE,
+            np.zeros_like(start_LE),
+            _noise_init(start_LE),
+            np.zeros(num_layers, dtype=np.bool_),
+            np.ones(num_layers),
         )
 
     def update(sample: Sample, state: LevelFilter) -> LevelFilter:
@@ -95,10 +103,12 @@ def local_level(filters: Filters) -> Member:
         drift_LE, noise_LE = _variances(sample, noise)
         _restart(sample, root_LE, state.started_L, state.level_LE, state.variance_LE, noise_LE)
         filters.level_filter(root_LE, state.level_LE, state.variance_LE, drift_LE, noise_LE, sample.loaded_L)
-        return state._replace(noise=noise, started_L=state.started_L | sample.loaded_L)
+        return state._replace(
+            noise=noise, started_L=state.started_L | sample.loaded_L, copies_L=_copies(sample, state.copies_L)
+        )
 
     def mean(lag_H: Integers, state: LevelFilter) -> Floats:
-        mean_LE = shares(np.maximum(state.level_LE, 0.0) ** 2)
+        mean_LE = shares_of_roots(state.level_LE, state.noise, state.copies_L)
         return np.broadcast_to(mean_LE, (lag_H.size, *mean_LE.shape)).copy()
 
     return Member(init, update, mean)
@@ -117,7 +127,14 @@ def local_trend(filters: Filters, damping: float = 0.8, slope_ratio: float = 0.0
         start_LE = np.full((num_layers, num_experts), num_experts**-0.5)
         variance_3LE = np.zeros((3, num_layers, num_experts))
         started_L = np.zeros(num_layers, dtype=np.bool_)
-        return TrendFilter(start_LE, np.zeros_like(start_LE), variance_3LE, _noise_init(start_LE), started_L)
+        return TrendFilter(
+            start_LE,
+            np.zeros_like(start_LE),
+            variance_3LE,
+            _noise_init(start_LE),
+            started_L,
+            np.ones(num_layers),
+        )
 
     def update(sample: Sample, state: TrendFilter) -> TrendFilter:
         root_LE = np.sqrt(sample.share_LE)
@@ -137,13 +154,32 @@ def local_trend(filters: Filters, damping: float = 0.8, slope_ratio: float = 0.0
             sample.loaded_L,
             damping,
         )
-        return state._replace(noise=noise, started_L=state.started_L | sample.loaded_L)
+        return state._replace(
+            noise=noise, started_L=state.started_L | sample.loaded_L, copies_L=_copies(sample, state.copies_L)
+        )
 
     def mean(lag_H: Integers, state: TrendFilter) -> Floats:
         root_HLE = state.level_LE + reach(damping, lag_H)[:, None, None] * state.slope_LE
-        return shares(np.maximum(root_HLE, 0.0) ** 2)
+        return shares_of_roots(root_HLE, state.noise, state.copies_L)
 
     return Member(init, update, mean)
+
+
+def shares_of_roots(root_XLE: Floats, noise: Noise, copies_L: Floats) -> Floats:
+    """Shares of which these are the mean roots: the square, and what counting takes off the mean of a root.
+
+    That is the variance of the root: its scatter as learnt, of which counting explains (1 - p) / (4 N) at
+    most. For an expert of a few copies it is much of its share. Other scatter is left out: it would draw a
+    forecast of drifting shares to uniform.
+    """
+    square_XLE = np.maximum(root_XLE, 0.0) ** 2
+    scatter_LE = np.clip(-_leaned(noise.product_LE), 0.0, 0.5 * _leaned(noise.square_LE))
+    counting_XLE = (1.0 - np.minimum(square_XLE, 1.0)) / (4.0 * np.maximum(copies_L, 1.0))[:, None]
+    return shares(square_XLE + np.minimum(scatter_LE, counting_XLE))
+
+
+def _copies(sample: Sample, copies_L: Floats) -> Floats:
+    return np.where(sample.loaded_L, sample.total_L, copies_L)
 
 
 # ---- noises -----------------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@
     z_{t+1} = A z_t                                               A by ridge regression on the samples kept
 
 The directions come from a singular value decomposition of the last samples. That takes a millisecond a layer,
-so a step refits only some layers, each of them every `every` samples.
+so a step refits only some layers, each of them every `every` samples. Experts of a few copies are forecast
+low: the square of a mean root is below the mean (`kalman.shares_of_roots`).
 """
 
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balancer.forecast_build import Flags, Floats, Integers, Member, Sample, shares
-from balancer.forecast_members import checked_fraction
+from balancer.forecast_members import checked_fraction, checked_whole
 
 _RIDGE = 0.1  # of the mean variance of the factors
 _MOST_GROWTH = 0.99  # spectral radius of A: factors die out, however long the horizon
@@ -21,7 +22,7 @@ _MOST_GROWTH = 0.99  # spectral radius of A: factors die out, however long the h
 
 class LowRank(NamedTuple):
     """root_NLE [n, L, E] float32: ring of root shares less their exponential mean;  number []: samples so
-    far; level_LE: that mean;  started_L [L];  direction_LER, dynamics_LRR: U and A."""
+    far;  level_LE: that mean;  started_L [L];  direction_LER, dynamics_LRR: U and A."""
 
     root_NLE: NDArray[np.float32]
     number: Integers
@@ -37,11 +38,9 @@ def lowrank(rank: int = 3, length: int = 64, gain: float = 0.3, every: int = 16)
     rank: directions, 1 or more; 3. length: samples kept, more than twice the rank; 64. gain: of the
     exponential mean. every: samples between two fits of a layer; 16.
     """
-    if rank < 1 or length <= 2 * rank or every < 1:
-        raise ValueError(
-            f"rank={rank}, length={length}, every={every}: rank and every must be 1 or more, and length more "
-            "than twice the rank; 3, 64 and 16 are a good start"
-        )
+    checked_whole("rank", rank, 1, "3 directions are a good start")
+    checked_whole("length", length, 2 * rank + 3, "twice the rank and 3 more; 64 samples are a good start")
+    checked_whole("every", every, 1, "16 samples are a good start")
     checked_fraction("gain", gain, "0.3 is a good start")
 
     def init(num_layers: int, num_experts: int, horizons_H: Integers) -> LowRank:

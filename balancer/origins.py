@@ -1,6 +1,6 @@
 """Origins: a small store of past forecasts, each kept until the sample comes that it was about.
 
-Under `balancer/forecast_build.py` and `balancer/regime.py`, which keep what they need at the same places of
+Under `balancer/forecast_build.py` and `balancer/bank.py`, which keep what they need at the same places of
 arrays [H, slots, ...]. Every horizon has its own slots. A long horizon with frequent samples would fill them,
 so origins are then kept further apart: at most one every horizon / (slots - 1) steps.
 """

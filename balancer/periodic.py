@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balancer.forecast_build import Flags, Floats, Integers, Member, Sample, shares
-from balancer.forecast_members import checked_fraction
+from balancer.forecast_members import checked_fraction, checked_whole
 
 _LOOK_EVERY = 32  # samples between two searches for the period of a layer
 _LEAST_PERIODS = 2.5  # that must fit into what is kept
@@ -37,10 +37,9 @@ def seasonal(period_steps: int | None = None, length: int = 128, gain: float = 0
     period_steps: in training steps; None finds it. length: samples kept, 8 or more; 2.5 periods must fit.
     gain: of the exponential mean that is used where no period is known.
     """
-    if period_steps is not None and period_steps < 2:
-        raise ValueError(f"period_steps={period_steps} must be 2 or more, or None to find the period")
-    if length < 8:
-        raise ValueError(f"length={length} must be at least 8 samples; 128 is a good start")
+    if period_steps is not None:
+        checked_whole("period_steps", period_steps, 2, "or None, to find the period")
+    checked_whole("length", length, 8, "128 samples are a good start")
     checked_fraction("gain", gain, "0.5 is a good start")
 
     def init(num_layers: int, num_experts: int, horizons_H: Integers) -> Season:
@@ -63,7 +62,12 @@ def seasonal(period_steps: int | None = None, length: int = 128, gain: float = 0
         )
         if period_steps is not None:
             period = max(2, round(period_steps / sample.interval)) if sample.interval > 0 else 0
-            known = period > 0 and int(state.number) > period and period < length
+            if period >= length:
+                raise ValueError(
+                    f"period_steps={period_steps} are {period} samples, and only length={length} are kept; "
+                    f"use length={2 * period} or more"
+                )
+            known = 0 < period < int(state.number)
             return state._replace(
                 period_L=np.full_like(state.period_L, period if known else 0),
                 strength_L=np.ones_like(state.strength_L),

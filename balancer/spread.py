@@ -95,7 +95,10 @@ def spread_update(
 
 
 def spread_std(spread: Spread) -> Floats:
-    """Standard deviation [L, E] of the change of a root share from sample to sample, noise included."""
+    """Spread [L, E] of root shares: of their change from sample to sample, and once more the counting noise.
+
+    The noise alone keeps it above 0 where nothing has changed yet; intervals are calibrated on top of it.
+    """
     variance_LE = (_ABS_TO_STD * spread.deviation_LE) ** 2
     pooled_L1 = variance_LE.mean(axis=-1, keepdims=True)
     noise_LE = (1.0 - spread.last_LE) / (4.0 * np.maximum(spread.copies_L, 1.0))[:, None]
