@@ -16,6 +16,7 @@ from balancer.forecast_members import checked_fraction, checked_whole
 _LOOK_EVERY = 32  # samples between two searches for the period of a layer
 _LEAST_PERIODS = 2.5  # that must fit into what is kept
 _LEAST_CORRELATION = 0.3
+_NEAR_BEST = 0.85  # of the highest peak: a shorter period as high as this is preferred
 
 
 class Season(NamedTuple):
@@ -109,8 +110,10 @@ def _look(state: Season) -> Season:
     trough_NL = np.minimum.accumulate(correlation_NL, axis=0)[1:-1]
     peak_NL &= (inner_NL >= _LEAST_CORRELATION) & (trough_NL < 0.5 * inner_NL)
     height_NL = np.where(peak_NL, inner_NL, 0.0)
-    strength_L = np.minimum(height_NL.max(axis=0), 1.0)
-    state.period_L[layers] = np.where(strength_L > 0, height_NL.argmax(axis=0) + 1, 0)
+    # multiples of a period correlate as well as it does, give or take noise: take the shortest near the best
+    first_L = (height_NL >= _NEAR_BEST * height_NL.max(axis=0)).argmax(axis=0)
+    strength_L = np.minimum(height_NL[first_L, np.arange(layers.size)], 1.0)
+    state.period_L[layers] = np.where(strength_L > 0, first_L + 1, 0)
     state.strength_L[layers] = strength_L
     return state
 
