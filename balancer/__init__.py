@@ -5,7 +5,12 @@ needs more (TensorBoard, numba, scipy) imports it on use. So this folder can be 
 """
 
 from balancer.dashboard import Dashboard, JsonlSink, load_heatmap, read_jsonl, training_layout
-from balancer.dispersion import estimate_dispersion, init_dispersion, update_dispersion
+from balancer.dispersion import (
+    current_dispersion,
+    estimate_dispersion,
+    init_dispersion,
+    update_dispersion,
+)
 from balancer.forecast import FORECASTERS, forecaster
 from balancer.forecast_record import REGIMES, Forecast, Forecaster, copy_state
 from balancer.metrics import (
@@ -46,6 +51,7 @@ __all__ = [
     "check_conservation",
     "collapse_trace",
     "copy_state",
+    "current_dispersion",
     "dead_experts",
     "draw_scenarios",
     "effective_experts",

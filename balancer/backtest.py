@@ -23,6 +23,7 @@ from balancer.backtest_table import Backtest, Kept
 from balancer.forecast_record import Forecast, Forecaster, checked_horizons
 from balancer.metrics import load_shares, total_variation
 from balancer.trace import Trace
+from balancer.trace_folder import STEP_LIMIT
 
 _SCORE_NAMES = ("tv", "coverage", "live_coverage", "width", "interval_score", "rank_tv")
 # experts that should get fewer copies than this are left out of the coverage of live experts
@@ -207,7 +208,9 @@ def _at_home(load_XE: NDArray[np.float64] | NDArray[np.int64], ranks: int) -> Fl
 
 def _targets(steps_W: Int, horizons_H: Int, start: int) -> Int:
     """Return the sample that each origin is scored on at each horizon, [H, W]; -1 for none."""
-    target_HW = np.searchsorted(steps_W, steps_W[None, :] + horizons_H[:, None], side="left")
+    # steps lie below the limit: a horizon of as much is beyond every trace, and the sum fits in int64
+    ahead_H1 = np.minimum(horizons_H, STEP_LIMIT)[:, None]
+    target_HW = np.searchsorted(steps_W, steps_W[None, :] + ahead_H1, side="left")
     target_HW[target_HW == steps_W.shape[0]] = -1
     target_HW[:, : max(0, start)] = -1
     return target_HW.astype(np.int64)

@@ -27,6 +27,8 @@ Integers = NDArray[np.int64]
 
 # the spread of a forecast is at most this share of the largest that shares can have (one expert has all)
 _MOST_SPREAD = 0.5
+# counts go through float64: above this, not every whole number is one, and sums would be off
+_MOST_COPIES = 2**53
 # a Dirichlet needs some variance: 1/1000 of a multinomial's is none beside the rounding
 _LEAST_PHI = 1e-3
 
@@ -74,7 +76,8 @@ def draw_scenarios(
     """Return equally likely loads at one horizon of a forecast, the fixed ones first.
 
     forecast: mean and standard deviation of the shares. horizon: training steps ahead, one of
-    forecast.horizons_H. copies: integer N that a layer of a scenario holds, that of a micro-batch, or [L].
+    forecast.horizons_H. copies: integer N that a layer of a scenario holds, that of a micro-batch, or [L];
+    at most 2^53.
     seed: integer, or a generator that is drawn from. num_scenarios: drawn ones; 8 to 16. phi: over-dispersion
     of the counts, or [L] (`estimate_dispersion`); below 1 for less noise than multinomial, NaN (not known)
     counts as 1. last_LE, previous_LE: [L, E], copies of the last sample and the one before, for the fixed
@@ -91,6 +94,8 @@ def draw_scenarios(
     mean_LE, std_LE = _at_horizon(forecast, horizon)
     num_layers = mean_LE.shape[0]
     copies_L = _for_layers("copies", copies, num_layers, least=0).astype(np.int64)
+    if (np.asarray(copies) > _MOST_COPIES).any():
+        raise ValueError(f"copies={copies!r} must be at most 2^53 = {_MOST_COPIES}, those of a micro-batch")
     phi_L = np.nan_to_num(_for_layers("phi", phi, num_layers, least=0), nan=1.0)
     fixed = dict(_fixed(mean_LE, last_LE, previous_LE, part))
     if num_scenarios < 0 or num_scenarios + len(fixed) < 1:

@@ -16,6 +16,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from balancer.dispersion import draw_counts
 from balancer.trace import Trace
 
 # Normalised entropy, mean over layers, where two of 32 experts sharing everything (h = 0.2) are the floor.
@@ -180,11 +181,7 @@ def _draw(
     rng: np.random.Generator, shares_LE: NDArray[np.float64], copies: int, dispersion: float, limit: int
 ) -> NDArray[np.int64]:
     """Draw counts [L, E] whose variance is `dispersion` times a multinomial's, each at most `limit`."""
-    # Dirichlet-multinomial: variance factor (N + a) / (1 + a) for total concentration a
-    concentration = max(1.0, (copies - dispersion) / (dispersion - 1.0))
-    gamma_LE = rng.standard_gamma(concentration * shares_LE)
-    counts_LE = rng.multinomial(copies, gamma_LE / gamma_LE.sum(axis=-1, keepdims=True)).astype(np.int64)
-    return levelled_counts(counts_LE, limit)
+    return levelled_counts(draw_counts(rng, shares_LE, copies, dispersion), limit)
 
 
 def levelled_counts(counts_XE: NDArray[np.int64], limit: int) -> NDArray[np.int64]:

@@ -26,6 +26,7 @@ from balancer.trace_folder import (
     HEADER_NAME,
     ROW_DTYPE,
     ROWS_NAME,
+    STEP_LIMIT,
     check_steps,
     cut_folder,
     make_folder,
@@ -34,7 +35,7 @@ from balancer.trace_folder import (
     to_json,
 )
 from balancer.trace_formats import find_format, read_loads
-from balancer.trace_values import as_int64, shown
+from balancer.trace_values import INT64_MAX, as_int64, shown
 
 # values looked at together when a trace is checked: 16 MiB keep a memory-mapped trace out of memory
 _CHECK_VALUES = 2**21
@@ -46,10 +47,11 @@ MAX_ROW_BYTES = 2**30
 class Trace:
     """The load of every expert over time, checked once.
 
-    tokens_per_expert_WLE: [W, L, E] int64, routed copies of each logical expert. steps_W: [W] int64, training
-    step of each sample, 0 or more, strictly increasing. meta: facts about the run ("copies_per_step": the
-    copies that every layer routes in a step, where constant). Take the arrays as read-only. Raises ValueError
-    for a wrong type or shape, a negative count, or steps that do not increase, naming record and field.
+    tokens_per_expert_WLE: [W, L, E] int64, routed copies of each logical expert, at most (2^63 - 1) / E, so
+    that a layer's sum is int64 too. steps_W: [W] int64, training step of each sample, 0 or more and below
+    2^62, strictly increasing. meta: facts about the run ("copies_per_step": the copies that every layer
+    routes in a step, where constant). Take the arrays as read-only. Raises ValueError for a wrong type or
+    shape, a count or step out of range, or steps that do not increase, naming record and field.
     """
 
     tokens_per_expert_WLE: NDArray[np.int64]
@@ -196,8 +198,9 @@ class TraceWriter:
     def append(self, step: SupportsIndex, tokens_per_expert_LE: ArrayLike) -> None:
         """Append the loads of one step.
 
-        step: training step, more than that of the last row. tokens_per_expert_LE: [L, E] integer copies, 0 or
-        more. Raises ValueError for anything else, or after `close`; then nothing is written.
+        step: training step, more than that of the last row and below 2^62. tokens_per_expert_LE: [L, E]
+        integer copies, 0 or more, at most (2^63 - 1) / E. Raises ValueError for anything else, or after
+        `close`; then nothing is written.
         """
         if self._file.closed:
             raise ValueError(f"{self._folder}: the trace is closed; append before close()")
@@ -207,6 +210,8 @@ class TraceWriter:
             raise ValueError(
                 f"{self._folder}: step {number} must be {last + 1} or more; steps increase strictly"
             )
+        if number >= STEP_LIMIT:
+            raise ValueError(f"{self._folder}: step {shown(number)} must be below 2^62 = {STEP_LIMIT}")
         where = f"{self._folder}: step {number}: "
         counts_LE = as_int64(np.asarray(tokens_per_expert_LE), where + "tokens_per_expert_LE")
         if counts_LE.shape != self._shape_LE:
@@ -275,14 +280,21 @@ def _named(place: Path, counts: NDArray[np.int64], steps: NDArray[np.int64], met
 
 
 def _check_counts(counts_WLE: NDArray[np.int64], steps_W: NDArray[np.int64]) -> None:
-    """Raise ValueError naming the first negative count; in pieces, so that a mapped trace stays on disk."""
-    num_samples = counts_WLE.shape[0]
-    piece = max(1, _CHECK_VALUES // (counts_WLE.shape[1] * counts_WLE.shape[2]))
+    """Raise ValueError naming the first count out of range; in pieces: a mapped trace stays on disk."""
+    num_samples, num_layers, num_experts = counts_WLE.shape
+    most = INT64_MAX // num_experts
+    piece = max(1, _CHECK_VALUES // (num_layers * num_experts))
     for start in range(0, num_samples, piece):
         block = counts_WLE[start : start + piece]
-        if block.min() < 0:
-            w, layer, expert = (int(i) for i in np.argwhere(block < 0)[0])
+        if block.min() < 0 or block.max() > most:
+            w, layer, expert = (int(i) for i in np.argwhere((block < 0) | (block > most))[0])
+            count = int(block[w, layer, expert])
             raise ValueError(
                 f"record {start + w} (step {steps_W[start + w]}), layer {layer}, expert {expert}: "
-                f"negative count {block[w, layer, expert]}"
+                + (
+                    f"negative count {count}"
+                    if count < 0
+                    else f"count {count} must be at most {most}, or the sum of {num_experts} experts may "
+                    "exceed int64: the counts are damaged"
+                )
             )

@@ -25,6 +25,8 @@ VERSION = 1
 HEADER_NAME = "header.json"
 ROWS_NAME = "rows.i64"
 ROW_DTYPE = np.dtype("<i8")
+# steps lie below this: a step and a horizon of up to as much can be added in int64
+STEP_LIMIT = 2**62
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +144,10 @@ def map_rows(folder: Path, header: Header) -> Rows:
 
 
 def check_steps(steps_W: NDArray[np.int64], where: str = "") -> None:
-    """Raise ValueError unless the steps are 0 or more and strictly increasing. where: begins the message."""
+    """Raise ValueError unless the steps are 0 or more, strictly increasing and below STEP_LIMIT.
+
+    where: begins the message.
+    """
     if steps_W.size and steps_W[0] < 0:
         raise ValueError(f"{where}record 0: step {steps_W[0]} is negative")
     falls = np.flatnonzero(steps_W[1:] <= steps_W[:-1])
@@ -151,6 +156,12 @@ def check_steps(steps_W: NDArray[np.int64], where: str = "") -> None:
         raise ValueError(
             f"{where}record {w}: step {steps_W[w]} does not come after step {steps_W[w - 1]}; "
             "steps must increase strictly"
+        )
+    if steps_W.size and steps_W[-1] >= STEP_LIMIT:
+        w = int(np.searchsorted(steps_W, STEP_LIMIT))
+        raise ValueError(
+            f"{where}record {w}: step {steps_W[w]} must be below 2^62 = {STEP_LIMIT}; no run is that long: "
+            "the steps are damaged"
         )
 
 

@@ -8,6 +8,7 @@ Under `balancer/trace_formats.py`.
     sglang-json  {"logical_count": [L][E] or [W][L][E]}: it has no steps, they are counted from 0
 """
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any, cast
@@ -29,14 +30,19 @@ from balancer.trace_values import (
 
 _WHOLE_FIELDS = {"steps", "tokens_per_expert", "num_tokens", "top_k", "meta"}
 _STEP_FIELDS = {"step", "tokens_per_expert", "num_tokens", "top_k"}
+# enough for the names of the fields, which stand before or between the counts of one sample
+_HEAD_BYTES = 2**20
+# what only a trace in one piece has at its beginning: a list around all, the steps, or tables [W][L][E]
+_ONE_PIECE = re.compile(rb'\[|\{[^\n]*("steps"\s*:|"tokens_per_expert"\s*:\s*\[\s*\[\s*\[)')
 
 
 def read_plain_json(place: Path) -> Loads:
     """Read the form "json". Raises ValueError naming file, record and field for anything else."""
-    lines = read_lines(place)
-    where, first = next(lines, (str(place), ""))
-    if first and next(lines, None) is not None and _is_step_line(first, where):
-        return _read_step_lines(place)
+    if not _begins_in_one_piece(place):
+        lines = read_lines(place)
+        where, first = next(lines, (str(place), ""))
+        if first and _is_step_line(first, where) and next(lines, None) is not None:
+            return _read_step_lines(place)
     value = read_json(place)
     if isinstance(value, list):
         return _read_list(place, cast("list[Any]", value))
@@ -44,6 +50,13 @@ def read_plain_json(place: Path) -> Loads:
     if "step" in record:
         return _read_list(place, [record])
     return _read_whole(place, record)
+
+
+def _begins_in_one_piece(place: Path) -> bool:
+    """Whether the first bytes tell that lines are no records: such a file may have lines of any length."""
+    with open(place, "rb") as file:
+        head = file.read(_HEAD_BYTES)
+    return _ONE_PIECE.match(head.removeprefix(b"\xef\xbb\xbf").lstrip()) is not None
 
 
 def _is_step_line(line: str, where: str) -> bool:

@@ -3,75 +3,66 @@
 `identify` fits models to the heaviest experts of every layer and prints order, signal-to-noise ratio and the
 gain that an exponential moving average should have, over all samples or a part of them. `compare` runs one
 forecaster of `balancer/forecast_stats.py` over a few layers beside persistence and moving averages, on the
-same layers and origins: total variation at each horizon, coverage of the 90 % interval, time of a refit; over
-all origins, and over those of the second half.
+same layers and origins (`balancer/backtest.py`): total variation at each horizon, coverage of the 90 %
+interval, time of a refit; over all origins, and over those of the second half.
 """
 
 import argparse
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from tqdm import tqdm
 
+from balancer.backtest import backtest
+from balancer.backtest_table import Backtest
+from balancer.forecast import forecaster
 from balancer.forecast_record import Forecaster
-from balancer.metrics import total_variation
 from balancer.trace import Trace, load_trace
 
 # gains of the moving averages beside it; 1 is persistence
 GAINS = (1.0, 0.6, 0.45, 0.3, 0.15)
 # "ima" is ARIMA(0,1,1) alone, "level" the local level alone: models that return to no mean
 FORECASTERS = ("ets", "arima", "unobserved", "ima", "level")
-# half the width of a 90 % interval of a normal, in standard deviations
-_NORMAL_90 = 1.645
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Errors:
-    """What a forecaster did at each horizon: (origin sample, figure) pairs; and the seconds of its refits."""
+class Compared(NamedTuple):
+    """The backtest of a forecaster, its first, beside moving averages; and the seconds of its refits."""
 
-    variation_H: tuple[list[tuple[int, float]], ...]
-    covered_H: tuple[list[tuple[int, float]], ...]
-    refit_s: list[float] = field(default_factory=list)
+    found: Backtest
+    refit_s: list[float]
 
 
 def compare(
-    trace: Trace, name: str, runner: Forecaster, horizons: Sequence[int], every: int, quiet: bool
-) -> dict[str, Errors]:
-    """Run a forecaster and the moving averages over a trace; every `every`-th sample is an origin."""
-    counts_WLE, steps_W = trace.tokens_per_expert_WLE, trace.steps_W
-    shares_WLE = counts_WLE / counts_WLE.sum(axis=-1, keepdims=True)
-    names = [name, *(_gain_name(gain) for gain in GAINS)]
-    errors = {
-        one: Errors(variation_H=tuple([] for _ in horizons), covered_H=tuple([] for _ in horizons))
-        for one in names
-    }
-    levels = {gain: shares_WLE[0].copy() for gain in GAINS}
-    state = runner.init(counts_WLE.shape[1], counts_WLE.shape[2], horizons)
-    for w in tqdm(range(len(steps_W)), unit="sample", disable=quiet or not sys.stderr.isatty()):
+    trace: Trace, name: str, runner: Forecaster, horizons: Sequence[int], quiet: bool = True
+) -> Compared:
+    """Run a forecaster and the moving averages over a trace."""
+    refit_s: list[float] = []
+    averages = {_gain_name(gain): forecaster("ema", gain=gain) for gain in GAINS}
+    with tqdm(unit="sample", disable=quiet or not sys.stderr.isatty()) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        found = backtest(trace, {name: _timed(runner, refit_s), **averages}, horizons, progress=progress)
+    return Compared(found, refit_s)
+
+
+def _timed(runner: Forecaster, refit_s: list[float]) -> Forecaster:
+    """Return the forecaster, which now notes the seconds of every update that fits."""
+
+    def update(step: int, tokens_per_expert_LE: ArrayLike, state: Any) -> Any:
         fitted_at, begun = int(state.fitted_at), time.perf_counter()
-        state = runner.update(int(steps_W[w]), counts_WLE[w], state)
+        state = runner.update(step, tokens_per_expert_LE, state)
         if int(state.fitted_at) != fitted_at:
-            errors[name].refit_s.append(time.perf_counter() - begun)
-        for gain, level in levels.items():
-            level += gain * (shares_WLE[w] - level)
-        if w % every:
-            continue
-        forecast = runner.forecast(state)
-        for h, horizon in enumerate(horizons):
-            target = int(np.searchsorted(steps_W, steps_W[w] + horizon))
-            if target == len(steps_W):
-                continue
-            real_LE = shares_WLE[target]
-            errors[name].variation_H[h].append((w, _variation(forecast.mean_HLE[h], real_LE)))
-            inside = np.abs(real_LE - forecast.mean_HLE[h]) <= _NORMAL_90 * forecast.std_HLE[h]
-            errors[name].covered_H[h].append((w, float(inside.mean())))
-            for gain, level in levels.items():
-                errors[_gain_name(gain)].variation_H[h].append((w, _variation(level, real_LE)))
-    return errors
+            refit_s.append(time.perf_counter() - begun)
+        return state
+
+    return runner._replace(update=update)
 
 
 def runner_of(name: str, window: int, workers: int) -> Forecaster:
@@ -89,30 +80,30 @@ def runner_of(name: str, window: int, workers: int) -> Forecaster:
     return unobserved(window=window, workers=workers)
 
 
-def _variation(share_LE: NDArray[np.float64], real_LE: NDArray[np.float64]) -> float:
-    return float(total_variation(share_LE, real_LE).mean())
-
-
 def _gain_name(gain: float) -> str:
     return "persistence" if gain == 1 else f"ema {gain:g}"
 
 
-def print_compared(errors: dict[str, Errors], horizons: Sequence[int], first: int) -> None:
-    """Print a Markdown table over the origins from sample `first` on."""
+def print_compared(compared: Compared, first: int, every: int) -> None:
+    """Print a Markdown table over every `every`-th sample as an origin, from sample `first` on."""
+    found = compared.found
     print(f"\norigins from sample {first} on")
-    print("| forecaster | " + " | ".join(f"TV h={h}" for h in horizons) + " | cover 90 % | refit |")
-    print("|---" * (len(horizons) + 3) + "|")
-    for name, found in errors.items():
-        cells = [_mean(one, first, ".4f") for one in found.variation_H]
-        cells.append(" / ".join(_mean(one, first, ".2f") for one in found.covered_H))
-        times = found.refit_s
+    print("| forecaster | " + " | ".join(f"TV h={h}" for h in found.horizons_H) + " | cover 90 % | refit |")
+    print("|---" * (len(found.horizons_H) + 3) + "|")
+    origins = np.arange(0, len(found.steps_W), every)
+    origins = origins[origins >= first]
+    for f, name in enumerate(found.names):
+        cells = [_mean(score_WL[origins], ".4f") for score_WL in found.tv_FHWL[f]]
+        covered = found.coverage_FHWL[f] if f == 0 else np.full_like(found.coverage_FHWL[f], np.nan)
+        cells.append(" / ".join(_mean(score_WL[origins], ".2f") for score_WL in covered))
+        times = compared.refit_s if f == 0 else []
         cells.append(f"{np.median(times):.2f} s, {len(times)} times" if times else "")
         print(f"| {name} | " + " | ".join(cells) + " |")
 
 
-def _mean(figures: list[tuple[int, float]], first: int, form: str) -> str:
-    chosen = [figure for origin, figure in figures if origin >= first]
-    return format(np.mean(chosen), form) if chosen else "-"
+def _mean(score_WL: NDArray[np.float64], form: str) -> str:
+    known = score_WL[~np.isnan(score_WL)]
+    return format(known.mean(), form) if known.size else "-"
 
 
 def print_identified(trace: Trace, series: int, workers: int, quiet: bool) -> None:
@@ -173,42 +164,58 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def _part(trace: Trace, first: int, last: int | None) -> Trace:
-    if not 0 <= first < (last or len(trace.steps_W)) <= len(trace.steps_W):
-        raise ValueError(
-            f"--first {first} --last {last}: the trace has the samples 0 to {len(trace.steps_W)}"
-        )
+def _check_part(first: int, last: int | None, num_samples: int) -> None:
+    if last is not None and not 1 <= last <= num_samples:
+        raise ValueError(f"--last {last} must be 1 to {num_samples}, the samples of the trace")
+    end = num_samples if last is None else last
+    if not 0 <= first < end:
+        raise ValueError(f"--first {first} must be 0 to {end - 1}, a sample before the last of {end}")
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    """Return the numbers of a list like 0,1,2."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--{option} {text}: expected whole numbers with commas, say 0,1,2") from None
+
+
+def _of_layers(trace: Trace, text: str) -> Trace:
+    """Return the trace of the layers asked for."""
+    layers, number = _numbers("layers", text), trace.tokens_per_expert_WLE.shape[1]
+    if not all(0 <= layer < number for layer in layers) or len(set(layers)) != len(layers):
+        raise ValueError(f"--layers {text}: the trace has {number}; use some of 0 to {number - 1}, each once")
     return Trace(
-        tokens_per_expert_WLE=trace.tokens_per_expert_WLE[first:last], steps_W=trace.steps_W[first:last]
+        tokens_per_expert_WLE=np.ascontiguousarray(trace.tokens_per_expert_WLE[:, layers]),
+        steps_W=trace.steps_W,
     )
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    trace = load_trace(arguments.trace)
+    first, last = arguments.first, arguments.last
+    _check_part(first, last, len(trace.steps_W))
+    # a forecaster starts at the beginning, wherever the first origin is
+    start = first if arguments.command == "identify" else 0
+    part = Trace(
+        tokens_per_expert_WLE=trace.tokens_per_expert_WLE[start:last], steps_W=trace.steps_W[start:last]
+    )
+    if arguments.command == "identify":
+        print_identified(part, arguments.heaviest, arguments.workers, arguments.quiet)
+        return
+    if arguments.every < 1:
+        raise ValueError(f"--every {arguments.every} must be at least 1, the samples from origin to origin")
+    few, horizons = _of_layers(part, arguments.layers), _numbers("horizons", arguments.horizons)
+    runner = runner_of(arguments.forecaster, arguments.window, arguments.workers)
+    compared = compare(few, arguments.forecaster, runner, horizons, arguments.quiet)
+    for origin in sorted({first, len(few.steps_W) // 2}):
+        print_compared(compared, origin, arguments.every)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    arguments = parser().parse_args(argv)
     try:
-        trace = load_trace(arguments.trace)
-        if arguments.command == "identify":
-            part = _part(trace, arguments.first, arguments.last)
-            print_identified(part, arguments.heaviest, arguments.workers, arguments.quiet)
-            return 0
-        # a forecaster starts at the beginning, wherever the first origin is
-        part = _part(trace, 0, arguments.last)
-        layers = [int(layer) for layer in arguments.layers.split(",")]
-        if max(layers) >= part.tokens_per_expert_WLE.shape[1] or min(layers) < 0:
-            raise ValueError(
-                f"--layers {arguments.layers}: the trace has {part.tokens_per_expert_WLE.shape[1]}"
-            )
-        few = Trace(
-            tokens_per_expert_WLE=np.ascontiguousarray(part.tokens_per_expert_WLE[:, layers]),
-            steps_W=part.steps_W,
-        )
-        horizons = [int(horizon) for horizon in arguments.horizons.split(",")]
-        name = arguments.forecaster
-        runner = runner_of(name, arguments.window, arguments.workers)
-        errors = compare(few, name, runner, horizons, arguments.every, arguments.quiet)
-        for first in sorted({arguments.first, len(few.steps_W) // 2}):
-            print_compared(errors, horizons, first)
+        _run(parser().parse_args(argv))
     except (OSError, ValueError) as error:
         print(f"forecast_stats_command: {error}", file=sys.stderr)
         return 2

@@ -85,6 +85,8 @@ def _info(args: argparse.Namespace) -> int:
     if args.plot is not None and Path(args.plot).suffix.lower() != ".png":
         raise ValueError(f"--plot {args.plot}: the name of a picture must end in .png")
     trace, form = _load(args)
+    if args.plot is not None and not trace.steps_W.size:
+        raise ValueError(f"--plot {args.plot}: the trace holds no sample to draw yet; leave --plot out")
     ranks = _ranks(args.ranks, trace.tokens_per_expert_WLE.shape[2])
     with _bar(trace, "figures") as bar:
         curves = Curves(trace, ranks, bar)

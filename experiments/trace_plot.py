@@ -15,6 +15,8 @@ from balancer.trace import Trace
 from experiments.trace_info import Curves
 
 _BLUE, _ORANGE, _GREY = "#0072B2", "#D55E00", "#666666"
+# up to here every step is a float64, and has an axis of its own
+_EXACT_STEP = 2**53
 # columns of a heat map: more than this the picture cannot show
 _MAX_COLUMNS = 800
 
@@ -37,6 +39,13 @@ def plot(path: Path, trace: Trace, curves: Curves, ranks: int, title: str) -> No
     _load_map(figure, axes[1], trace, curves)
     _curves(axes[2], trace, curves, ranks)
     figure.savefig(path, format="png")
+
+
+def shown_steps(steps_W: NDArray[np.int64]) -> tuple[NDArray[np.float64], int]:
+    """Where samples stand on the axis of time, and the step that it counts from: 0, or the first where a step
+    is beyond what float64 tells apart.   steps_W: [W], one or more, increasing."""
+    first = 0 if steps_W[-1] <= _EXACT_STEP else int(steps_W[0])
+    return (steps_W - first).astype(np.float64), first
 
 
 def _entropy_map(figure: Any, ax: Any, trace: Trace, curves: Curves) -> None:
@@ -62,7 +71,7 @@ def _time_map(
 ) -> Any:
     """Draw [W, Y] with time to the right, each sample as wide as the steps up to the next; NaN is white."""
     keep = _columns(steps_W.shape[0])
-    shown_WY, starts = values_WY[keep], steps_W[keep].astype(np.float64)
+    shown_WY, starts = values_WY[keep], shown_steps(steps_W[keep])[0]
     width = np.median(np.diff(starts)) if starts.size > 1 else 1.0
     edges = np.append(starts, starts[-1] + width)
     rows = np.arange(shown_WY.shape[1] + 1) - 0.5
@@ -75,7 +84,7 @@ def _time_map(
 
 def _curves(ax: Any, trace: Trace, curves: Curves, ranks: int) -> None:
     keep = _columns(trace.steps_W.shape[0])
-    steps = trace.steps_W[keep]
+    steps, first = shown_steps(trace.steps_W[keep])
     marker = "o" if steps.size == 1 else None
     entropy_W = _row_mean(curves.entropy_WL)[keep]
     ax.plot(steps, entropy_W, color=_BLUE, marker=marker, label="normalised entropy, mean over layers")
@@ -87,7 +96,7 @@ def _curves(ax: Any, trace: Trace, curves: Curves, ranks: int) -> None:
         steps, _row_mean(curves.change_WL)[keep], color=_GREY, ls=":", marker=marker,
         label="total variation to the sample before",
     )  # fmt: skip
-    ax.set(ylim=(0, 1.02), xlabel="training step")
+    ax.set(ylim=(0, 1.02), xlabel=f"training step - {first}" if first else "training step")
     if steps.size > 1:
         ax.set_xlim(steps[0], steps[-1])
     ax.grid(alpha=0.3)

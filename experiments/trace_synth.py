@@ -8,9 +8,11 @@ OUT is written aside and renamed when it is whole; what is there already is left
 """
 
 import argparse
+import math
 import shlex
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,17 @@ from balancer.metrics import normalized_entropy
 from balancer.synth import collapse_trace
 from balancer.synth_kinds import KINDS, synth_trace
 from balancer.trace import Trace, TraceWriter, save_npz
+from balancer.trace_folder import STEP_LIMIT
 
 COLLAPSE = "collapse"
 COLLAPSE_HELP = "a run whose routing collapses within 3 samples, partly recovers, and slowly relapses"
 # endings that somebody may expect to decide the format
 OTHER_FORMATS = (".csv", ".json", ".jsonl", ".pt", ".txt", ".npy", ".gz", ".zip")
+# A trace is made in memory, some 32 bytes for each count: 2^26 of them (500 samples of 60 layers of 2048
+# experts) take 2 GiB.
+MAX_COUNTS = 2**26
+# shares times copies are float64: up to here whole numbers are exact
+MAX_COPIES = 2**53
 SIZES = {
     "samples": ("num_samples", "samples in time (default: 500; collapse: 501)"),
     "layers": ("num_layers", "MoE layers (default: 4; collapse: 24)"),
@@ -92,11 +100,32 @@ def make_trace(kind: str, sizes: dict[str, int], settings: Sequence[str]) -> Tra
             raise ValueError(
                 f"kind 'collapse' has no option {refused[0]!r}; its sizes and its seed can be set"
             )
+        _check_sizes(collapse_trace, sizes)
         return collapse_trace(**sizes)
     if kind not in KINDS:
         raise ValueError(f"kind {kind!r} is unknown; use one of {', '.join([*KINDS, COLLAPSE])}")
+    _check_sizes(synth_trace, sizes)
     options_known: dict[str, Any] = {**sizes, **options}
     return synth_trace(kind, **options_known)
+
+
+def _check_sizes(maker: Callable[..., Trace], sizes: dict[str, int]) -> None:
+    """Raise ValueError for a trace that would not fit in memory, or whose numbers would not be exact."""
+    usual: dict[str, Any] = {name: one.default for name, one in signature(maker).parameters.items()}
+    whole: dict[str, int] = {name: {**usual, **sizes}.get(name, 1) for name, _ in SIZES.values()}
+    if whole["copies"] > MAX_COPIES:
+        raise ValueError(f"--copies {whole['copies']} must be at most 2^53 = {MAX_COPIES}")
+    shape = [whole[name] for name in ("num_samples", "num_layers", "num_experts")]
+    if min(shape) > 0 and math.prod(shape) > MAX_COUNTS:
+        raise ValueError(
+            f"--samples {shape[0]} x --layers {shape[1]} x --experts {shape[2]} are {math.prod(shape)} "
+            f"counts, at most {MAX_COUNTS} are made; use fewer of one of them"
+        )
+    if whole["num_samples"] * whole["interval_steps"] >= STEP_LIMIT:
+        raise ValueError(
+            f"--interval {whole['interval_steps']} x --samples {shape[0]} must be below 2^62, the last step; "
+            "use a shorter interval"
+        )
 
 
 def parse_settings(settings: Sequence[str]) -> dict[str, float]:

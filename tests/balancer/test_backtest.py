@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from balancer.backtest import backtest, noise_floor
+from balancer.backtest import _targets, backtest, noise_floor
 from balancer.backtest_regimes import AFTER, JUMP, MOVING, QUIET, find_jumps, sample_changes
 from balancer.forecast import FORECASTERS, forecaster
 from balancer.forecast_record import UNKNOWN, Forecast, Forecaster
@@ -129,6 +129,14 @@ def test_a_target_is_the_first_sample_at_the_horizon_or_after():
     np.testing.assert_array_equal(found.target_HW[0], [1, 2, 3, 4, 5, -1])
     np.testing.assert_array_equal(found.target_HW[1], [1, 3, 3, 4, -1, -1])
     np.testing.assert_array_equal(found.target_HW[2], [3, 4, 5, -1, -1, -1])
+
+
+def test_targets_of_the_latest_steps_and_the_longest_horizons_do_not_wrap():
+    trace = trace_of(np.ones((3, 1, 2)), [0, 7, 2**62 - 1])
+    found = backtest(trace, {"last": last_value()}, (7, 2**62 - 8, 2**62))
+    np.testing.assert_array_equal(found.target_HW, [[1, 2, -1], [2, 2, -1], [-1, -1, -1]])
+    for horizon in (2**62 + 1, 2**63 - 1):
+        assert (_targets(trace.steps_W, np.array([horizon]), 0) == -1).all()
 
 
 def test_start_leaves_earlier_origins_out_but_shows_them():

@@ -121,7 +121,7 @@ def test_the_fixed_scenarios_by_hand():
     np.testing.assert_allclose(made.weight_K, 1 / 7)
 
 
-@pytest.mark.parametrize("copies", [0, 1, 7, 4096, 2**33])
+@pytest.mark.parametrize("copies", [0, 1, 7, 4096, 2**33, 2**53 - 1, 2**53])
 def test_every_layer_of_every_scenario_holds_its_copies(copies):
     rng = np.random.default_rng(8)
     mean = rng.dirichlet(np.full(33, 0.3), 5)
@@ -190,6 +190,8 @@ def test_the_horizon_is_the_one_that_was_asked_for():
         ({"horizon": 50}, r"horizon=50 is not forecast; use one of \[10, 100\]"),
         ({"copies": -1}, "copies=-1 must be finite and at least 0"),
         ({"copies": 1.5}, "copies is float64"),
+        ({"copies": 2**53 + 1}, "copies=9007199254740993 must be at most 2.53"),
+        ({"copies": [5, 2**60]}, "must be at most 2.53"),
         ({"copies": [1, 2, 3]}, r"expected an integer, or \[L\] = \[2\]"),
         ({"phi": -1.0}, "phi=-1.0"),
         ({"phi": float("inf")}, "phi=inf"),

@@ -11,6 +11,8 @@ from balancer.trace import Trace, TraceWriter, check_conservation, load_trace, s
 
 L, E = 3, 5
 ROW_BYTES = 8 * (1 + L * E)
+# the largest count of which a layer can hold E
+MOST = (2**63 - 1) // E
 
 
 def _counts(step: int) -> np.ndarray:
@@ -102,6 +104,9 @@ def test_a_torn_last_row_is_dropped_and_the_warning_says_how_many_bytes(tmp_path
         (6, _counts(6) > 0, "bool"),
         (6, -_counts(6), r"layer 0, expert 0: negative count -60000"),
         (6, np.full((L, E), 2**63, dtype=np.uint64), "more than int64"),
+        (6, np.full((L, E), MOST + 1), f"layer 0, expert 0: count {MOST + 1} must be at most {MOST}"),
+        (2**62, _counts(6), "step 4611686018427387904 must be below 2.62"),
+        (10**50, _counts(6), "step an integer of 167 bits must be below 2.62"),
     ],
 )
 def test_a_bad_row_is_refused_and_nothing_is_written(tmp_path, step, counts, message):
@@ -247,6 +252,12 @@ def test_missing_places_are_named(tmp_path):
         (16 + 1 + 7, -3, r"record 1 \(step 4\), layer 1, expert 2: negative count -3"),
         (16, 1, "record 1: step 1 does not come after step 1"),
         (0, -9, "record 0: step -9 is negative"),
+        (32, 2**62, "record 2: step 4611686018427387904 must be below 2.62"),
+        (
+            2 * 16 + 1 + 7,
+            MOST + 1,
+            rf"record 2 \(step 11\), layer 1, expert 2: count {MOST + 1} must be at most {MOST}",
+        ),
     ],
 )
 def test_damaged_rows_name_record_and_field(tmp_path, index, value, message):
@@ -267,6 +278,15 @@ def test_a_negative_count_is_found_in_every_piece_of_a_long_trace(tmp_path, monk
         rows[w, -1] = -1
         with pytest.raises(ValueError, match=rf"record {w} \(step {w}\), layer 2, expert 4"):
             Trace(tokens_per_expert_WLE=rows[:, 1:].reshape(7, L, E), steps_W=rows[:, 0])
+
+
+def test_the_largest_counts_and_steps_are_taken_and_their_sums_are_exact(tmp_path):
+    with TraceWriter(tmp_path / "loads", L, E) as writer:
+        writer.append(0, np.full((L, E), MOST))
+        writer.append(2**62 - 1, _counts(1))
+    trace = load_trace(tmp_path / "loads")
+    assert trace.steps_W.tolist() == [0, 2**62 - 1]
+    assert trace.tokens_per_expert_WLE.sum(axis=-1)[0].tolist() == [E * MOST] * L
 
 
 # --- npz ---
@@ -401,6 +421,12 @@ def test_a_single_array_is_refused(tmp_path):
 def test_a_trace_takes_int64_only():
     with pytest.raises(ValueError, match="tokens_per_expert_WLE is int32"):
         Trace(tokens_per_expert_WLE=np.ones((1, L, E), dtype=np.int32), steps_W=np.array([1]))
+
+
+def test_counts_whose_sum_wraps_to_zero_are_refused(tmp_path):
+    np.savez(tmp_path / "t.npz", counts=np.full((1, 1, 4), 2**62), steps=np.array([3]))
+    with pytest.raises(ValueError, match=r"t\.npz: record 0 \(step 3\), layer 0, expert 0: count 4611686018"):
+        load_trace(tmp_path / "t.npz")
 
 
 def test_conservation_says_where_and_by_how_much():

@@ -436,6 +436,32 @@ def test_a_line_without_end_is_refused_before_it_is_held(tmp_path, monkeypatch):
         load_trace(tmp_path / "t.json")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"steps": [4], "tokens_per_expert": [[[TABLE]]]}',
+        '\ufeff \n{"meta": {}, "tokens_per_expert" : [ [[TABLE]]], "steps": [4]}\n',
+        '[{"step": 4, "tokens_per_expert": [[TABLE]]}]',
+        '{\n"tokens_per_expert": [[[TABLE]]],\n"steps": [4]}',
+        '{\n"steps": [4],\n"tokens_per_expert": [[[TABLE]]]}',
+    ],
+)
+def test_json_in_one_piece_may_have_lines_longer_than_a_record(text, tmp_path, monkeypatch):
+    monkeypatch.setattr("balancer.trace_values.MAX_LINE_BYTES", 100)
+    path = tmp_path / "t.json"
+    path.write_text(text.replace("TABLE", ", ".join(["7"] * 100)), encoding="utf-8")
+    trace = load_trace(path, format="json")
+    assert trace.steps_W.tolist() == [4] and trace.tokens_per_expert_WLE.tolist() == [[[7] * 100]]
+
+
+@pytest.mark.parametrize("start", ['{"step": 4, "tokens_per_expert": [[', '{"tokens_per_expert": [['])
+def test_a_record_of_a_step_is_no_longer_than_a_line_may_be(start, tmp_path, monkeypatch):
+    monkeypatch.setattr("balancer.trace_values.MAX_LINE_BYTES", 100)
+    (tmp_path / "t.json").write_text(start + "7, " * 100 + "7]]}\n" + '{"step": 5}\n')
+    with pytest.raises(ValueError, match="line 1: longer than 100 bytes; one record stands on each line"):
+        load_trace(tmp_path / "t.json", format="json")
+
+
 def test_a_real_trace_survives_every_plain_form(traces_dir, trace_writers, tmp_path):
     real = load_trace(traces_dir / "smartmoe.npz")
     counts = real.tokens_per_expert_WLE[:30]

@@ -13,8 +13,9 @@ from balancer.backtest import backtest
 from balancer.forecast import FORECASTERS, forecaster
 from balancer.synth import collapse_trace
 from balancer.trace import Trace, TraceWriter, save_npz
-from experiments import forecast_command, page
-from experiments.forecast_command import GRID, chosen_horizons, main
+from experiments import forecast_choices, forecast_command, page
+from experiments.forecast_choices import GRID, chosen_horizons
+from experiments.forecast_command import main
 from experiments.forecast_plots import PLOTS, telling_experts, typical_layer
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -211,6 +212,12 @@ def test_a_wrong_horizon_names_the_bound(text, message, tmp_path):
         (["--forecasters", "ema:gain=fast"], "'gain=fast' is no constant; write gain=0.3"),
         (["--forecasters", "ema:gain=2"], "gain=2 must lie between 0.0 and 1"),
         (["--forecasters", "ema:gian=0.2"], "'ema' has no option gian; it has gain"),
+        (["--forecasters", "regime:slow=3"], "regime:slow=3: slow is no number and cannot be given here"),
+        (["--forecasters", "regime:gains=3"], "gains is no number"),
+        (["--forecasters", "regime:memories=0.9"], "memories is no number"),
+        (["--forecasters", "regime:regressors=1"], "regressors is no number"),
+        (["--forecasters", "ema:gain=0.3:gain=0.4"], "ema:gain=0.3:gain=0.4: gain is given twice"),
+        (["--forecasters", "ema:compiled=1"], "compiled is no number"),
         (["--first", "51"], "--first 51 must be 1 to 50"),
         (["--last", "0"], "--last 0 must be 1 to 50"),
         (["--layer", "2"], "--layer 2 must be 0 to 1"),
@@ -281,7 +288,7 @@ def test_the_format_is_handed_on_only_where_given(tmp_path, monkeypatch):
 
 def test_stats_adds_the_comparators_and_warns_of_the_time(tmp_path, monkeypatch, capsys):
     stand_in = types.SimpleNamespace(stats_forecasters=lambda: {"ets": forecaster("persistence")})
-    monkeypatch.setattr(forecast_command, "import_module", lambda name: stand_in)
+    monkeypatch.setattr(forecast_choices, "import_module", lambda name: stand_in)
     path = write(tmp_path / "a.npz", wobbling(20))
     main([path, "--stats", "--forecasters", "ema,ets"])
     out = capsys.readouterr().out
@@ -290,7 +297,7 @@ def test_stats_adds_the_comparators_and_warns_of_the_time(tmp_path, monkeypatch,
     def absent(name):
         raise ImportError("No module named 'statsmodels'")
 
-    monkeypatch.setattr(forecast_command, "import_module", absent)
+    monkeypatch.setattr(forecast_choices, "import_module", absent)
     with pytest.raises(ValueError, match="--stats: No module named 'statsmodels'"):
         main([path, "--stats"])
 

@@ -14,6 +14,7 @@ from balancer.trace import Trace, TraceWriter, load_trace, save_npz
 from experiments import trace_command
 from experiments.cli import run_command
 from experiments.trace_info import sampling
+from experiments.trace_plot import shown_steps
 from experiments.trace_words import sparkline
 
 STEPS = [0, 10, 20, 50, 60, 63]
@@ -97,6 +98,30 @@ def test_small_traces_and_zero_loads_are_said_without_a_warning(shape, tmp_path,
     assert (code, err) == (0, "")
     assert ("it holds no sample yet" in out) == (shape[0] == 0)
     assert not recwarn.list
+
+
+def test_a_picture_of_no_sample_is_refused_before_anything_is_written(tmp_path, capsys):
+    TraceWriter(tmp_path / "loads", 2, 4).close()
+    files = ("--json", tmp_path / "i.json", "--plot", tmp_path / "p.png")
+    code, out, err = run(capsys, "info", tmp_path / "loads", *files)
+    assert (code, out, err.count("\n")) == (2, "", 1) and "holds no sample to draw yet" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["loads"]
+
+
+@pytest.mark.parametrize("steps", [[2**62 - 3, 2**62 - 2, 2**62 - 1], [0, 1, 2**62 - 1], [2**62 - 1]])
+def test_steps_that_float64_cannot_tell_apart_are_drawn_without_a_warning(steps, tmp_path, capsys, recwarn):
+    counts = np.arange(6 * len(steps)).reshape(len(steps), 2, 3)
+    save_npz(tmp_path / "t.npz", Trace(tokens_per_expert_WLE=counts, steps_W=np.array(steps)))
+    code, out, err = run(capsys, "info", tmp_path / "t.npz", "--plot", tmp_path / "p.png")
+    assert (code, err) == (0, "") and f"{steps[-1]}" in out
+    assert (tmp_path / "p.png").stat().st_size > 10**4 and not recwarn.list
+
+
+def test_the_axis_of_late_steps_counts_from_the_first():
+    late, first = shown_steps(np.array([2**60, 2**60 + 1]))
+    assert late.tolist() == [0.0, 1.0] and first == 2**60
+    early, first = shown_steps(np.array([5, 2**53]))
+    assert early.tolist() == [5.0, 2.0**53] and first == 0
 
 
 def test_the_picture_is_a_picture_of_all_layers(tmp_path, capsys):

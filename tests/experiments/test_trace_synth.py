@@ -95,6 +95,19 @@ def test_what_is_there_is_left_alone(out, tmp_path):
         (["zipf", "x.npz", "--samples", "0"], "num_samples=0 must be at least 1"),
         (["zipf", "x.npz", "--copies", "101"], "use 100 or 102"),
         (["collapse", "x.npz", "--set", "dispersion=2"], "'collapse' has no option 'dispersion'"),
+        (
+            ["zipf", "x.npz", "--layers", "100000", "--experts", "100000"],
+            "--samples 500 x --layers 100000 x --experts 100000 are 5000000000000 counts, at most 67108864",
+        ),
+        (
+            ["collapse", "x.npz", "--samples", "100000"],
+            "--samples 100000 x --layers 24 x --experts 32 are 76",
+        ),
+        (["zipf", "x.npz", "--copies", str(10**30)], f"--copies {10**30} must be at most 2.53"),
+        (
+            ["zipf", "x.npz", "--interval", str(2**60)],
+            f"--interval {2**60} x --samples 500 must be below 2.62",
+        ),
         (["collapse", "x.npz", "--interval", "2"], "'collapse' has no option 'interval_steps'"),
     ],
 )
