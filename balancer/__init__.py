@@ -27,6 +27,7 @@ from balancer.metrics import (
     total_variation,
     violation_floor,
 )
+from balancer.packing import rebalance_experts
 from balancer.scenarios import Scenarios, draw_scenarios
 from balancer.spare import fill_spare_slots
 from balancer.split import ExactSplit, SplitResult, balanced_peak, exact_split, split_rows
@@ -69,6 +70,7 @@ __all__ = [
     "normalized_entropy",
     "rank_load",
     "read_jsonl",
+    "rebalance_experts",
     "save_npz",
     "split_rows",
     "sum_balancedness",
