@@ -169,6 +169,20 @@ def test_a_layer_that_was_never_loaded_has_no_evidence():
     assert not is_evidence(sample, 0, 5).any()
 
 
+@pytest.mark.parametrize("since", [0, 21])
+def test_the_bank_learns_from_evidence_only(since):
+    member = bank(BankConfig(), NumpyPasses())
+    state, rng = member.init(1, 12, np.array([10])), np.random.default_rng(0)
+    for w in range(3):
+        state = member.update(_sample([rng.dirichlet(np.ones(12))], step=1 + 10 * w), state)
+    before = state[1].gram_HRLDD.copy(), state[1].evidence_HML.copy()
+    # the forecast made at step 21 is met; the one before it was already
+    after = _sample([rng.dirichlet(np.ones(12))], step=31, since=since + 1)
+    state = member.update(after, state)
+    changed = (state[1].gram_HRLDD != before[0]).any(), (state[1].evidence_HML != before[1]).any()
+    assert changed == ((True, True) if since == 0 else (False, False))
+
+
 def _learnt(num_layers=2):
     rng = np.random.default_rng(0)
     return Learnt(
