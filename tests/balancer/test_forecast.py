@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import balancer.forecast
+from balancer import forecast_stats
 from balancer.forecast import FORECASTERS, _kernels, forecaster, warm_forecast
 from balancer.forecast_kernels import ENTRIES
 from balancer.forecast_record import JUMPED, REGIMES, SETTLED, UNKNOWN, copy_state
@@ -230,6 +231,35 @@ def test_other_levels_are_kept_too(level):
         real_LE = load_shares(counts_WLE[w + 1])
         inside.append((found[w].low_HLE[0] <= real_LE) & (real_LE <= found[w].high_HLE[0]))
     assert abs(np.mean(inside) - level) < 0.025
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [forecast_stats.ets, forecast_stats.arima, forecast_stats.unobserved])
+def test_the_statistical_forecasters_keep_the_same_rules(make):
+    """They cost seconds a fit and calibrate no intervals: short runs, and the mean and its spread only."""
+    init, update, forecast = make(window=40, refit_every=15)
+
+    def means(counts_WLE):
+        state, found = init(*counts_WLE.shape[1:], HORIZONS), []
+        for w, counts_LE in enumerate(counts_WLE):
+            state = update(1 + 10 * w, counts_LE, state)
+            found.append(forecast(state))
+        return found
+
+    counts_WLE = _drifting(samples=32, layers=2, experts=4)
+    whole = means(counts_WLE)
+    for found in whole:
+        assert (found.mean_HLE >= 0).all() and np.isfinite(found.std_HLE).all()
+        np.testing.assert_allclose(found.mean_HLE.sum(axis=-1), 1.0, atol=1e-12)
+    for one, other in zip(whole, means(counts_WLE[:, :, [2, 0, 3, 1]])):
+        np.testing.assert_allclose(one.mean_HLE[:, :, [2, 0, 3, 1]], other.mean_HLE, atol=1e-9)
+    poisoned_WLE = counts_WLE.copy()
+    poisoned_WLE[25:] = 7
+    for one, other in zip(whole[:25], means(poisoned_WLE)):
+        np.testing.assert_array_equal(one.mean_HLE, other.mean_HLE)
+    still_LE = np.array([[700, 100, 0, 200]])
+    last = means(np.repeat(still_LE[None], 32, axis=0))[-1]
+    np.testing.assert_allclose(last.mean_HLE, np.broadcast_to(load_shares(still_LE), (3, 1, 4)), atol=1e-9)
 
 
 # ---- names and options ----------------------------------------------------------------------------------
