@@ -64,6 +64,23 @@ def relabel(
     return _slots_kept(before_LGs, moved).reshape(before.shape)
 
 
+def keep_slots(before_LS: ArrayLike, after_LS: ArrayLike, num_ranks: int) -> Integers:
+    """The plan `after` with the slots of each rank in an order in which as many as possible stay as before.
+
+    before_LS, after_LS: [L, S] integers, slots contiguous by rank, -1 = empty;  num_ranks: P. Returns [L, S]
+    int64: every rank has the experts that the plan gives it. Raises ValueError as `relabel` does.
+
+    >>> keep_slots([[0, 1, 2, 3]], [[1, 4, 3, 2]], 2).tolist()
+    [[4, 1, 2, 3]]
+    """
+    before, after = _placement("before", before_LS), _placement("after", after_LS)
+    if before.shape != after.shape:
+        raise ValueError(f"before has shape {before.shape} but after {after.shape}; give the same slots")
+    check_slots(before.shape[1], num_ranks)
+    before_LGs = before.reshape(len(before), num_ranks, -1)
+    return _slots_kept(before_LGs, after.reshape(before_LGs.shape)).reshape(before.shape)
+
+
 def _costs(held_Gs: Integers, wanted_Gs: Integers, alike_GG: NDArray[np.bool_]) -> Integers:
     """What it costs to give a rank the experts that the plan has on another: [rank, rank of the plan].
 

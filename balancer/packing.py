@@ -118,6 +118,30 @@ def pack(weight_LI: ArrayLike, num_packs: int, per_pack: int) -> tuple[Integers,
     return pack_LI, rank_LI
 
 
+def nodes_of_groups(load_LE: ArrayLike, num_groups: int, num_nodes: int) -> Integers:
+    """The node of each expert where whole groups go to nodes, as many on each: [L, E] int64.
+
+    load_LE: [L, E] counts or shares;  num_groups: a multiple of num_nodes that divides E. Heaviest group
+    first, each to the lightest node that has room. Raises ValueError for a bad load, or sizes that do not
+    fit.
+
+    >>> nodes_of_groups([[8, 2, 5, 1]], 4, 2).tolist()
+    [[0, 1, 1, 0]]
+    """
+    load_LE = _layers(load_LE, "load")
+    num_experts = load_LE.shape[1]
+    if num_nodes < 1 or num_groups < 1 or num_groups % num_nodes or num_experts % num_groups:
+        raise ValueError(
+            f"num_groups={num_groups} must be a multiple of num_nodes={num_nodes} and divide the "
+            f"{num_experts} experts"
+        )
+    expert_LE = _grouped_by_node(load_LE, num_groups, num_nodes)
+    node_LE = np.empty_like(expert_LE)
+    node_E = np.repeat(np.arange(num_nodes), num_experts // num_nodes)
+    np.put_along_axis(node_LE, expert_LE, np.broadcast_to(node_E, expert_LE.shape), axis=1)
+    return node_LE
+
+
 def even_share_load(load_LE: ArrayLike, slot_to_expert_LS: ArrayLike, num_ranks: int) -> Loads:
     """Load of each rank when every slot of an expert gets the same share of its load.
 
