@@ -1,0 +1,306 @@
+"""Placement: the controller that decides, sample by sample, whether to place experts anew, and where.
+
+Model-predictive control with a switching cost, per layer (the balancer's middle loop; the split below it
+makes the most of whatever is placed). A sample goes
+
+    counts -> forecast -> scenarios -> search from the placement in force -> a better placement, or none
+                                                                          -> worth its moves? -> Plan
+
+A layer changes for one of two reasons. Either the gain is clear: over scenarios that the search did not see,
+the mean gain less its own error (the lower bound of confidence `confidence`), for as long as the plan is
+taken to last, is more than what the moves cost. Or it has been missed for long enough: what the better
+placement would have saved on the loads that really came is added up, and once that account is as much as
+the moves (times `theta`) they are made. That is ski rental: never more than twice the cost of knowing.
+
+A gain lasts until the load has changed: with a change (total variation) of c a sample, 1/c samples, at most
+`horizon_steps`; where a bias loop pulls the load to uniform by `decay` a step, (1 - decay)^h of it is left
+after h steps.
+"""
+
+import math
+from collections.abc import Callable
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from balancer.candidates import Constraints, as_plan, best_of, constraints_of, layer_times
+from balancer.dispersion import DispersionState, current_dispersion, init_dispersion, update_dispersion
+from balancer.forecast import forecaster
+from balancer.forecast_record import Forecast, checked_sample
+from balancer.metrics import moved_slots, total_variation
+from balancer.placement_checks import slot_table
+from balancer.placement_config import PlacementConfig
+from balancer.plan import Plan
+from balancer.scenarios import draw_scenarios
+
+Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+# how fast the change of the load is learnt, of the newest sample
+_CHANGE_GAIN = 0.3
+# a load that does not change at all still may tomorrow
+_LEAST_CHANGE = 1e-3
+# weight of the last load and of its trend among the scenarios of a search: a change that helps against what
+# was just seen too is taken before one that helps against a draw alone (a tenth fewer moves for the same)
+_KNOWN = (0.2, 0.05)
+# layers that a reason names
+_NAMED = 3
+
+
+class PlacementState(NamedTuple):
+    """What the controller knows: arrays and numbers alone, so that it can be saved.
+
+    forecast, dispersion: states of theirs;  previous_LE: the sample before the last;  last_LE: the last one;
+    change_L: total variation from sample to sample, smoothed, NaN = none yet;  shadow_LS: the better
+    placement that was not taken;  account_L: seconds that it would have saved since;  step: of the last
+    sample, -1 = none;  planned_at: step of the last plan, -1 = none;  version: of that plan.
+    """
+
+    forecast: Any
+    dispersion: DispersionState
+    previous_LE: Integers
+    last_LE: Integers
+    change_L: Floats
+    shadow_LS: Integers
+    account_L: Floats
+    step: int
+    planned_at: int
+    version: int
+
+
+class Controller(NamedTuple):
+    """init(num_layers, num_experts, current_LS) -> state;  update(step, tokens_per_expert_LE, current_LS,
+    state) -> (Plan or None, state)."""
+
+    init: Callable[[int, int, ArrayLike], PlacementState]
+    update: Callable[[int, ArrayLike, ArrayLike, PlacementState], tuple[Plan | None, PlacementState]]
+
+
+def placement_controller(config: PlacementConfig) -> Controller:
+    """The controller of one configuration.
+
+    `init` takes the sizes and the placement in force; `update` one sample of counts (whole copies, taken
+    while `current_LS` was in force) once every `sample_steps`, and the placement in force, and returns a Plan
+    for all layers, or None where no layer is to change. `update` takes the state over. A plan that is not
+    applied is made again, with a new version. Both raise ValueError for what does not fit.
+
+    >>> from balancer.cost import CostModel
+    >>> cost = CostModel.of_machine("infiniband", 1024, 1024)
+    >>> config = PlacementConfig(num_ranks=2, num_slots=6, cost=cost, tolerance=0.0)
+    >>> init, update = placement_controller(config)
+    >>> slots_LS = np.array([[0, 1, 2, 2, 3, 0]])
+    >>> plan, state = update(0, np.array([[100, 40000, 100, 100]]), slots_LS, init(1, 4, slots_LS))
+    >>> plan.moves
+    (Move(layer=0, slot=5, rank=1, expert=1, replaced=0),)
+    """
+
+    def init(num_layers: int, num_experts: int, current_LS: ArrayLike) -> PlacementState:
+        slots = slot_table("current_LS", current_LS).copy()
+        _limits(config, (num_layers, num_experts), slots)
+        horizons = (config.plan_steps,)
+        return PlacementState(
+            forecast=forecaster(config.forecaster).init(num_layers, num_experts, horizons),
+            dispersion=init_dispersion(num_layers, num_experts),
+            previous_LE=np.zeros((num_layers, num_experts), np.int64),
+            last_LE=np.zeros((num_layers, num_experts), np.int64),
+            change_L=np.full(num_layers, np.nan),
+            shadow_LS=slots,
+            account_L=np.zeros(num_layers),
+            step=-1,
+            planned_at=-1,
+            version=0,
+        )
+
+    def update(
+        step: int, tokens_per_expert_LE: ArrayLike, current_LS: ArrayLike, state: PlacementState
+    ) -> tuple[Plan | None, PlacementState]:
+        slots = slot_table("current_LS", current_LS)
+        counts = checked_sample(step, tokens_per_expert_LE, state.step, state.last_LE.shape).astype(np.int64)
+        limits = _limits(config, counts.shape, slots)
+        state = _told(config, step, counts, state)
+        if not counts.any() or not _due(config, step, state):
+            return None, state
+        state = _accounted(config, limits, slots, state)
+        return _decide(config, limits, slots, state)
+
+    return Controller(init, update)
+
+
+# ---- what is known ---------------------------------------------------------------------------------------
+
+
+def _limits(config: PlacementConfig, shape_LE: tuple[int, ...], slots_LS: Integers) -> Constraints:
+    return constraints_of(
+        shape_LE, config.num_ranks, config.num_slots, config.num_nodes, config.num_groups, slots_LS,
+        config.fixed_homes, config.speed_P, config.most_experts_P,
+    )  # fmt: skip
+
+
+def _told(config: PlacementConfig, step: int, counts: Integers, state: PlacementState) -> PlacementState:
+    """The state after one more sample."""
+    seen_L = state.last_LE.any(axis=1) & counts.any(axis=1)
+    change_L = np.where(seen_L, total_variation(state.last_LE, counts), np.nan)
+    smooth_L = np.where(
+        np.isnan(state.change_L), change_L, state.change_L + _CHANGE_GAIN * (change_L - state.change_L)
+    )
+    live_L1 = counts.any(axis=1, keepdims=True)
+    return state._replace(
+        forecast=forecaster(config.forecaster).update(step, counts, state.forecast),
+        dispersion=update_dispersion(counts, state.dispersion),
+        previous_LE=np.where(live_L1, state.last_LE, state.previous_LE),
+        last_LE=np.where(live_L1, counts, state.last_LE),
+        change_L=np.where(np.isnan(change_L), state.change_L, smooth_L),
+        step=step,
+    )
+
+
+def _due(config: PlacementConfig, step: int, state: PlacementState) -> bool:
+    return state.planned_at < 0 or step - state.planned_at >= config.every_steps
+
+
+def _even_s(config: PlacementConfig, counts_LE: Integers) -> Floats:
+    """Seconds of a step that each layer takes at an even load."""
+    return counts_LE.sum(axis=1) / config.num_ranks * config.cost.row_s
+
+
+def _fetch_price(config: PlacementConfig, counts_LE: Integers) -> Floats:
+    """One more replica for the busiest port, as a share of each layer's time at an even load."""
+    return np.minimum(config.cost.fetch_s() / np.maximum(_even_s(config, counts_LE), 1e-30), 1e6)
+
+
+def _lasts(config: PlacementConfig, change_L: Floats) -> Floats:
+    """Steps that a gain is taken to last, each weighed by what is left of it."""
+    change_L = np.where(np.isnan(change_L), 1.0, np.maximum(change_L, _LEAST_CHANGE))
+    steps_L = np.clip(config.sample_steps / change_L, config.plan_steps, config.horizon_steps)
+    steps_L = np.minimum(steps_L, max(config.horizon_steps, 1))
+    if config.decay == 0:
+        return steps_L
+    return (1.0 - (1.0 - config.decay) ** steps_L) / config.decay
+
+
+def _accounted(
+    config: PlacementConfig, limits: Constraints, slots: Integers, state: PlacementState
+) -> PlacementState:
+    """The account of what the shadow placement would have saved, with the last sample."""
+    loads, fetch_L = state.last_LE[None], _fetch_price(config, state.last_LE)
+    missed_L = (
+        layer_times(slots, loads, limits, fetch_L, config.compiled)
+        - layer_times(state.shadow_LS, loads, limits, fetch_L, config.compiled)
+    )[0]
+    missed_s_L = missed_L * _even_s(config, state.last_LE) * config.sample_steps
+    return state._replace(account_L=np.maximum(state.account_L + missed_s_L, 0.0))
+
+
+# ---- the decision ----------------------------------------------------------------------------------------
+
+
+def _decide(
+    config: PlacementConfig, limits: Constraints, slots: Integers, state: PlacementState
+) -> tuple[Plan | None, PlacementState]:
+    told = forecaster(config.forecaster).forecast(state.forecast)
+    search_KLE, weight_K, judge_KLE = _drawn(config, told, state)
+    even_s_L, lasts_L = _even_s(config, state.last_LE), _lasts(config, state.change_L)
+    worth_L = np.maximum(even_s_L * lasts_L, 1e-30)  # seconds of one unit of peak / even load
+    price_L = config.cost.move_s(np.ones(len(slots))) / worth_L
+    fetch_L = _fetch_price(config, state.last_LE)
+    better_LS, _ = best_of(
+        search_KLE, judge_KLE, slots, limits, price_L, config.beta, config.tail, config.most_scores,
+        config.compiled, anew=False, steepest=True, depth=config.depth, tolerance=config.tolerance,
+        weight_K=weight_K, fetch_price=fetch_L,
+    )  # fmt: skip
+    moved_L = moved_slots(slots, better_LS, config.num_ranks)
+    before_KL = layer_times(slots, judge_KLE, limits, fetch_L, config.compiled)
+    gain_KL = before_KL - layer_times(better_LS, judge_KLE, limits, fetch_L, config.compiled)
+    sure_L = _lower(gain_KL, config.confidence) * worth_L
+    cost_L = config.cost.move_s(moved_L)
+    clear_L = (moved_L > 0) & (sure_L > cost_L)
+    # the account is that of the shadow placement: it decides whether that one is taken
+    shadow_moved_L = moved_slots(slots, state.shadow_LS, config.num_ranks)
+    shadow_cost_L = config.cost.move_s(shadow_moved_L)
+    missed_L = ~clear_L & (shadow_moved_L > 0) & (state.account_L >= config.theta * shadow_cost_L)
+    taken_LS = np.where(clear_L[:, None], better_LS, np.where(missed_L[:, None], state.shadow_LS, slots))
+    changed_L = clear_L | missed_L
+    state = _remembered(state, slots, better_LS, changed_L, taken_LS)
+    if not changed_L.any():
+        return None, state
+    taken_cost_s = float((cost_L * clear_L + shadow_cost_L * missed_L).sum())
+    gain_KL = before_KL - layer_times(taken_LS, judge_KLE, limits, fetch_L, config.compiled)
+    gain_s_L = gain_KL.mean(axis=0) * worth_L
+    version = state.version + 1
+    plan = as_plan(
+        taken_LS, slots, judge_KLE.mean(axis=0), limits,
+        _reason(before_KL, gain_KL, clear_L, missed_L, gain_s_L, taken_cost_s, lasts_L),
+        config.compiled,
+        expected_gain_s=float(gain_s_L[changed_L].sum()), move_cost_s=taken_cost_s, version=version,
+        made_at_step=state.step, applies_at_step=state.step + config.delay_steps,
+    )  # fmt: skip
+    return plan, state._replace(version=version, planned_at=state.step)
+
+
+def _drawn(
+    config: PlacementConfig, told: Forecast, state: PlacementState
+) -> tuple[Integers, Floats, Integers]:
+    """Scenarios for the search with their weights, and others to judge by; without any drawn, the forecast
+    for both."""
+    copies_L = np.maximum(state.last_LE.sum(axis=1), 1)
+    if config.num_scenarios == 0:
+        mean_KLE = np.rint(told.mean_HLE[:1] * copies_L[:, None]).astype(np.int64)
+        return mean_KLE, np.ones(1), mean_KLE
+    has_previous = bool(state.previous_LE.any())
+    drawn_KLE = draw_scenarios(
+        told, int(told.horizons_H[0]), copies=copies_L, seed=np.random.default_rng((config.seed, state.step)),
+        num_scenarios=2 * config.num_scenarios, phi=current_dispersion(state.dispersion),
+        last_LE=state.last_LE, previous_LE=state.previous_LE if has_previous else None,
+    ).counts_KLE  # fmt: skip
+    # the last load and its trend are for the search, the draws are shared out
+    first = len(drawn_KLE) - 2 * config.num_scenarios
+    known = [0, 2] if has_previous else [0]
+    search_KLE = np.concatenate([drawn_KLE[known], drawn_KLE[first::2]])
+    weight_K = np.full(len(search_KLE), (1.0 - sum(_KNOWN[: len(known)])) / config.num_scenarios)
+    weight_K[: len(known)] = _KNOWN[: len(known)]
+    return search_KLE, weight_K, drawn_KLE[first + 1 :: 2]
+
+
+def _lower(gain_KL: Floats, confidence: float) -> Floats:
+    """Lower confidence bound of the mean gain [L]."""
+    error_L = gain_KL.std(axis=0) / math.sqrt(len(gain_KL))
+    return gain_KL.mean(axis=0) - NormalDist().inv_cdf(confidence) * error_L
+
+
+def _remembered(
+    state: PlacementState, slots: Integers, better_LS: Integers, changed_L: NDArray[np.bool_], taken: Integers
+) -> PlacementState:
+    """The better placement that was not taken, and its account: begun anew where the layer changed, or where
+    there was none."""
+    idle_L = (state.shadow_LS == slots).all(axis=1)
+    fresh_L = idle_L | changed_L
+    shadow_LS = np.where(fresh_L[:, None], np.where(changed_L[:, None], taken, better_LS), state.shadow_LS)
+    return state._replace(shadow_LS=shadow_LS, account_L=np.where(fresh_L, 0.0, state.account_L))
+
+
+def _reason(
+    before_KL: Floats,
+    gain_KL: Floats,
+    clear_L: NDArray[np.bool_],
+    missed_L: NDArray[np.bool_],
+    gain_s_L: Floats,
+    cost_s: float,
+    lasts_L: Floats,
+) -> str:
+    """Why the plan is made, with its figures."""
+    changed = np.flatnonzero(clear_L | missed_L)
+    by_gain = changed[np.argsort(-gain_s_L[changed], kind="stable")]
+    named = ", ".join(
+        f"layer {layer} {100 * (before_KL[:, layer].mean() - 1):.1f} -> "
+        f"{100 * (before_KL[:, layer].mean() - gain_KL[:, layer].mean() - 1):.1f} %"
+        for layer in by_gain[:_NAMED].tolist()
+    )
+    more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
+    why = [f"{int(clear_L.sum())} for a clear gain"] if clear_L.any() else []
+    why += [f"{int(missed_L.sum())} for a gain missed too long"] if missed_L.any() else []
+    return (
+        f"{len(changed)} layers change ({', '.join(why)}); fullest rank above an even load: {named}{more}; "
+        f"gain {gain_s_L[changed].sum():.3g} s over {lasts_L[changed].mean():.0f} steps, moves {cost_s:.3g} s"
+    )
