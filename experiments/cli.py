@@ -49,6 +49,24 @@ def _forecast() -> Main:
     return main
 
 
+def _replay() -> Main:
+    from experiments.replay_command import main
+
+    return main
+
+
+def _plan() -> Main:
+    from experiments.plan_command import main
+
+    return main
+
+
+def _demo() -> Main:
+    from experiments.replay_command import demo_main
+
+    return demo_main
+
+
 def _weights() -> Main:
     from experiments.weights_command import main
 
@@ -70,6 +88,11 @@ COMMANDS: dict[str, Command] = {
     "forecast": Command(
         help="how well a trace's load could have been foreseen (horizons in training steps)", load=_forecast
     ),
+    "replay": Command(
+        help="what placement policies would have made of a trace (times in s, weights in GiB)", load=_replay
+    ),
+    "plan": Command(help="where the experts should go for the load of a trace, and why", load=_plan),
+    "demo": Command(help="replay a synthetic trace with all policies: a page in seconds", load=_demo),
     "bench": Command(help="measure: bench forecast, layer, skew, split, stages (times in ms)", load=_bench),
     "sample": Command(help="continue a prompt with the model of a run (length in tokens)", load=_sample),
     "weights": Command(help="import, export or upcycle weights (sizes in MiB and tensors)", load=_weights),

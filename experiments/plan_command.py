@@ -1,0 +1,172 @@
+"""Plan: `counterpoise plan TRACE`, a placement for what a recorded load says comes next, and why.
+
+    counterpoise plan TRACE --ranks 8 --spare 16 --json plan.json
+    counterpoise plan NEWER --ranks 8 --spare 16 --current plan.json --json next.json
+
+The last samples of a trace go to `balancer.plan_placement`; what comes back is printed layer by layer beside
+the placement that is there (or the usual homes, where there is none), and written as JSON.
+"""
+
+import argparse
+import json
+import textwrap
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from balancer.files import replace_whole
+from balancer.packing import even_share_load
+from balancer.placement_checks import home_slots
+from balancer.plan import Plan, plan_from_dict, plan_to_dict
+from balancer.planning import EFFORTS, MOVE_PRICE, plan_placement
+from balancer.search import layer_peaks
+from balancer.trace import load_trace
+
+# samples of the trace that a plan looks at, where nothing else is said
+_SAMPLES = 200
+# layers that are printed, those with the largest gain first
+_SHOWN = 12
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of `counterpoise plan`."""
+    top = argparse.ArgumentParser(
+        prog="counterpoise plan",
+        description="Plan where the experts go, for the load that a recorded trace says comes next.",
+        allow_abbrev=False,
+    )
+    add = top.add_argument
+    add("trace", metavar="TRACE", help="load trace: folder, run directory or file")
+    add("--format", metavar="F", help="format of the trace, where its name does not tell")
+    add("--ranks", metavar="G", type=int, required=True, help="ranks that hold experts")
+    add("--spare", metavar="R", type=int, help="slots beyond the experts, over all ranks (default: 2 a rank)")
+    add("--nodes", metavar="M", type=int, default=1, help="nodes that the ranks are on; 1")
+    add(
+        "--groups", metavar="N", type=int, default=0, help="groups of experts that stay on one node; 0 = none"
+    )
+    add("--homes", choices=("fixed", "free"), default="fixed", help="fixed, as training needs it, or free")
+    add(
+        "--effort",
+        choices=EFFORTS,
+        default="robust",
+        help="robust and repair: exact split; fast: even shares; robust",
+    )
+    add("--current", metavar="PLAN", help="JSON of the plan in force (default: none yet)")
+    add("--samples", metavar="N", type=int, default=_SAMPLES, help=f"last samples looked at; {_SAMPLES}")
+    add(
+        "--move-price",
+        metavar="X",
+        type=float,
+        default=MOVE_PRICE,
+        help=f"what a moved slot must gain, as a share of the layer's time; {MOVE_PRICE}",
+    )
+    add("--seed", metavar="N", type=int, default=0, help="of the scenarios; 0")
+    add("--json", metavar="OUT", help="file for the plan")
+    add("--force", action="store_true", help="overwrite the file if it is there")
+    return top
+
+
+def main(argv: Sequence[str]) -> int:
+    """Plan, say what was found, write the plan."""
+    args = parser().parse_args(argv)
+    if args.samples < 1:
+        raise ValueError(f"--samples {args.samples} must be 1 or more")
+    out = Path(args.json) if args.json else None
+    if out is not None and out.exists() and not args.force:
+        raise ValueError(f"{out} is there already; choose another name, or --force")
+    current = read_plan(args.current) if args.current else None
+    trace = load_trace(args.trace, **({"format": args.format} if args.format else {}))
+    counts_WLE = np.asarray(trace.tokens_per_expert_WLE[-args.samples :])
+    num_experts = counts_WLE.shape[2]
+    num_slots = chosen_slots(num_experts, args.ranks, args.spare)
+    started = time.perf_counter()
+    plan = plan_placement(
+        counts_WLE if args.effort != "fast" else counts_WLE[-1],
+        num_ranks=args.ranks, num_slots=num_slots, num_nodes=args.nodes, num_groups=args.groups,
+        current_LS=None if current is None else current.slot_to_expert_LS,
+        fixed_homes=args.homes == "fixed", effort=args.effort, move_price=args.move_price, seed=args.seed,
+    )  # fmt: skip
+    took_s = time.perf_counter() - started
+    print(f"{args.trace}: {len(counts_WLE)} samples up to step {int(trace.steps_W[-1])}")
+    print(f"{args.ranks} ranks, {num_slots} slots for {num_experts} experts, homes {args.homes}")
+    print(f"planned in {1e3 * took_s:.0f} ms (compiling or loading the kernels included)\n")
+    print(textwrap.fill(f"{args.effort}: {plan.reason}", 108) + "\n")
+    print(described(plan, current, counts_WLE[-1], shares="even" if args.effort == "fast" else "exact"))
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        version = 1 if current is None else current.version + 1
+        step = int(trace.steps_W[-1])
+        record = plan_to_dict(plan) | {"version": version, "made_at_step": step, "applies_at_step": step}
+        data = (json.dumps(record, allow_nan=False) + "\n").encode()
+        replace_whole(out, [data])
+        print(f"\nwrote {out} ({len(data) / 2**10:.0f} KiB)")
+    return 0
+
+
+def chosen_slots(num_experts: int, num_ranks: int, spare: int | None) -> int:
+    """Slots over all ranks: the experts and the spare ones, which must fill all ranks alike."""
+    if num_ranks < 1:
+        raise ValueError(f"--ranks {num_ranks} must be 1 or more")
+    if spare is None:
+        return (-(-num_experts // num_ranks) + 2) * num_ranks
+    if spare < 0 or (num_experts + spare) % num_ranks:
+        low = max(
+            -num_experts % num_ranks, (num_experts + max(spare, 0)) // num_ranks * num_ranks - num_experts
+        )
+        fit = sorted({low, low + num_ranks})
+        raise ValueError(
+            f"--spare {spare}: {num_experts} experts and the spare slots must fill {num_ranks} ranks alike; "
+            f"use {fit[0]} or {fit[1]}"
+        )
+    return num_experts + spare
+
+
+def read_plan(path: str) -> Plan:
+    """The plan of a file that `--json` wrote; ValueError that names the file."""
+    try:
+        return plan_from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--current {path}: {error}") from None
+
+
+def described(plan: Plan, current: Plan | None, load_LE: np.ndarray, *, shares: str) -> str:
+    """A table: how busy the ranks are on the last load, before and after, and what it takes."""
+    num_layers, num_experts = load_LE.shape
+    if current is not None:
+        before_LS, word = current.slot_to_expert_LS, "now"
+    else:
+        homes_E = home_slots(num_experts, plan.slot_to_expert_LS.shape[1], plan.num_ranks)
+        before_LS = np.full(plan.slot_to_expert_LS.shape, -1, np.int64)
+        before_LS[:, homes_E] = np.arange(num_experts)
+        word = "homes"
+    before_L, after_L = (
+        busy(slots, load_LE, plan.num_ranks, shares) for slots in (before_LS, plan.slot_to_expert_LS)
+    )
+    moves_L = np.bincount([move.layer for move in plan.moves], minlength=num_layers)
+    order = np.argsort(-(after_L - before_L), kind="stable")[:_SHOWN]
+    lines = [f"{'layer':>7} {word + ' %':>9} {'plan %':>8} {'moves':>7} {'above bound %':>14}"]
+    lines += [
+        f"{layer:>7} {100 * before_L[layer]:>9.2f} {100 * after_L[layer]:>8.2f} "
+        f"{moves_L[layer] if current else '-':>7} {100 * plan.gap_L[layer]:>14.3f}"
+        for layer in order.tolist()
+    ]
+    if num_layers > _SHOWN:
+        lines.append(f"{'... ' + str(num_layers - _SHOWN) + ' more':>16}")
+    mean = f"{'mean':>7} {100 * np.nanmean(before_L):>9.2f} {100 * np.nanmean(after_L):>8.2f} "
+    lines.append(mean + f"{len(plan.moves) if current else '-':>7} {100 * plan.gap_L.mean():>14.3f}")
+    lines.append(
+        "% = mean over fullest rank on the last load; above bound: by how much the fullest rank of the\n"
+        "expected load exceeds what no placement can be below"
+    )
+    return "\n".join(lines)
+
+
+def busy(slots_LS: np.ndarray, load_LE: np.ndarray, num_ranks: int, shares: str) -> np.ndarray:
+    """Mean over fullest rank of every layer [L], NaN without load."""
+    if shares == "even":
+        peak_L = even_share_load(load_LE, slots_LS, num_ranks).max(axis=1)
+    else:
+        peak_L = layer_peaks(slots_LS, load_LE, num_ranks)[0]
+    return np.where(peak_L > 0, load_LE.sum(axis=1) / num_ranks / np.where(peak_L > 0, peak_L, 1), np.nan)
