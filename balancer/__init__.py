@@ -4,6 +4,9 @@ Knows no torch and no model: counts go in, placements and biases come out. Impor
 needs more (TensorBoard, numba, scipy) imports it on use. So this folder can be copied into other code.
 """
 
+from balancer.bound import peak_bound
+from balancer.connect import connected_placement, default_placement
+from balancer.cost import CostModel
 from balancer.dashboard import Dashboard, JsonlSink, load_heatmap, read_jsonl, training_layout
 from balancer.dispersion import (
     current_dispersion,
@@ -11,6 +14,7 @@ from balancer.dispersion import (
     init_dispersion,
     update_dispersion,
 )
+from balancer.even import even_placement, even_repair
 from balancer.forecast import FORECASTERS, forecaster
 from balancer.forecast_record import REGIMES, Forecast, Forecaster, copy_state
 from balancer.metrics import (
@@ -27,7 +31,12 @@ from balancer.metrics import (
     total_variation,
     violation_floor,
 )
+from balancer.moves import relabel
 from balancer.packing import rebalance_experts
+from balancer.placement import placement_controller
+from balancer.placement_config import PlacementConfig
+from balancer.plan import Move, Plan, check_plan, plan_from_dict, plan_to_dict
+from balancer.planning import plan_placement
 from balancer.scenarios import Scenarios, draw_scenarios
 from balancer.spare import fill_spare_slots
 from balancer.split import ExactSplit, SplitResult, balanced_peak, exact_split, split_rows
@@ -38,11 +47,15 @@ from balancer.trace import Trace, TraceWriter, check_conservation, load_trace, s
 __all__ = [
     "FORECASTERS",
     "REGIMES",
+    "CostModel",
     "Dashboard",
     "ExactSplit",
     "Forecast",
     "Forecaster",
     "JsonlSink",
+    "Move",
+    "PlacementConfig",
+    "Plan",
     "Scenarios",
     "SplitResult",
     "Trace",
@@ -50,13 +63,18 @@ __all__ = [
     "balanced_peak",
     "balancedness",
     "check_conservation",
+    "check_plan",
     "collapse_trace",
+    "connected_placement",
     "copy_state",
     "current_dispersion",
     "dead_experts",
+    "default_placement",
     "draw_scenarios",
     "effective_experts",
     "estimate_dispersion",
+    "even_placement",
+    "even_repair",
     "exact_split",
     "fill_spare_slots",
     "forecaster",
@@ -68,9 +86,15 @@ __all__ = [
     "mean_balancedness",
     "moved_slots",
     "normalized_entropy",
+    "peak_bound",
+    "placement_controller",
+    "plan_from_dict",
+    "plan_placement",
+    "plan_to_dict",
     "rank_load",
     "read_jsonl",
     "rebalance_experts",
+    "relabel",
     "save_npz",
     "split_rows",
     "sum_balancedness",

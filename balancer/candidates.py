@@ -15,7 +15,7 @@ from balancer.connect import connected_placement
 from balancer.metrics import moved_slots
 from balancer.moves import keep_slots, relabel
 from balancer.packing import even_share_load
-from balancer.placement_checks import check_placement, home_slots, list_moves
+from balancer.placement_checks import check_placement, home_slots, list_moves, without_doubles
 from balancer.plan import Plan
 from balancer.search import layer_peaks, risk_of, search_placement
 
@@ -63,6 +63,7 @@ def constraints_of(
                 f"current_LS has shape {current.shape}; expected [L, S] = [{num_layers}, {num_slots}]"
             )
         check_placement(current, num_experts=num_experts, num_ranks=num_ranks, distinct=False)
+        _check_memory(current, num_ranks, most_experts_G)
     homes = present_homes(current, num_experts, num_slots, num_ranks) if fixed_homes else None
     home_experts(homes, sizes)
     return Constraints(
@@ -130,6 +131,7 @@ def best_of(
     options |= limits.shared() | {"tolerance": tolerance, "fetch_price": fetch_price}
     candidates: list[Integers] = []
     if current is not None:
+        current = without_doubles(current, limits.num_ranks)
         repaired = search_placement(
             search_KLE, current, limits.num_ranks, price=price, steepest=steepest, depth=depth, **options
         )
@@ -228,6 +230,21 @@ def as_plan(
 
 
 # ---- parts ----------------------------------------------------------------------------------------------
+
+
+def _check_memory(current: Integers, num_ranks: int, most_experts_G: ArrayLike | None) -> None:
+    """ValueError where the present placement has more on a rank than its memory is said to hold."""
+    if most_experts_G is None or np.shape(most_experts_G) != (num_ranks,):
+        return  # another shape is refused with the sizes
+    filled_LG = (current.reshape(len(current), num_ranks, -1) >= 0).sum(axis=2)
+    over = filled_LG > np.asarray(most_experts_G)
+    if over.any():
+        layer, rank = np.argwhere(over)[0].tolist()
+        raise ValueError(
+            f"layer {layer}, rank {rank}: current_LS has {filled_LG[layer, rank]} experts there, more than "
+            f"most_experts_G[{rank}]={np.asarray(most_experts_G)[rank]}; empty slots (-1) first, or plan "
+            "without current_LS"
+        )
 
 
 def _made_anew(

@@ -63,12 +63,14 @@ MOST_COPIES = 2.0**63
 def copy_state(state: State) -> State:
     """Return a copy of a state that no `update` of the original touches.
 
-    state: arrays in (nested) tuples and NamedTuples.
+    state: arrays and numbers in (nested) tuples and NamedTuples.
     """
     if isinstance(state, np.ndarray):
         return cast("State", state.copy())
-    parts: list[Any] = [copy_state(part) for part in cast("tuple[Any, ...]", state)]
+    if isinstance(state, int | float):
+        return state
     kind: Any = type(state)
+    parts: list[Any] = [copy_state(part) for part in cast("tuple[Any, ...]", state)]
     return cast("State", kind(*parts) if hasattr(kind, "_fields") else kind(parts))
 
 

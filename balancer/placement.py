@@ -8,9 +8,9 @@ makes the most of whatever is placed). A sample goes
 
 A layer changes for one of two reasons. Either the gain is clear: over scenarios that the search did not see,
 the mean gain less its own error (the lower bound of confidence `confidence`), for as long as the plan is
-taken to last, is more than what the moves cost. Or it has been missed for long enough: what the better
-placement would have saved on the loads that really came is added up, and once that account is as much as
-the moves (times `theta`) they are made. That is ski rental: never more than twice the cost of knowing.
+taken to last, is more than what the moves cost. Or it has been missed for long enough: where a placement
+would pay but is not sure to, what it would have saved on the loads that really came is added up, and once
+that account is as much as the moves (times `theta`) they are made: ski rental.
 
 A gain lasts until the load has changed: with a change (total variation) of c a sample, 1/c samples, at most
 `horizon_steps`; where a bias loop pulls the load to uniform by `decay` a step, (1 - decay)^h of it is left
@@ -30,7 +30,7 @@ from balancer.dispersion import DispersionState, current_dispersion, init_disper
 from balancer.forecast import forecaster
 from balancer.forecast_record import Forecast, checked_sample
 from balancer.metrics import moved_slots, total_variation
-from balancer.placement_checks import slot_table
+from balancer.placement_checks import slot_table, without_doubles
 from balancer.placement_config import PlacementConfig
 from balancer.plan import Plan
 from balancer.scenarios import draw_scenarios
@@ -45,6 +45,8 @@ _LEAST_CHANGE = 1e-3
 # weight of the last load and of its trend among the scenarios of a search: a change that helps against what
 # was just seen too is taken before one that helps against a draw alone (a tenth fewer moves for the same)
 _KNOWN = (0.2, 0.05)
+# float64 counts one by one up to here
+_MOST_COPIES = 2**53
 # layers that a reason names
 _NAMED = 3
 
@@ -117,13 +119,14 @@ def placement_controller(config: PlacementConfig) -> Controller:
         step: int, tokens_per_expert_LE: ArrayLike, current_LS: ArrayLike, state: PlacementState
     ) -> tuple[Plan | None, PlacementState]:
         slots = slot_table("current_LS", current_LS)
-        counts = checked_sample(step, tokens_per_expert_LE, state.step, state.last_LE.shape).astype(np.int64)
+        counts = _whole(step, checked_sample(step, tokens_per_expert_LE, state.step, state.last_LE.shape))
         limits = _limits(config, counts.shape, slots)
         state = _told(config, step, counts, state)
         if not counts.any() or not _due(config, step, state):
             return None, state
-        state = _accounted(config, limits, slots, state)
-        return _decide(config, limits, slots, state)
+        live_L: NDArray[np.bool_] = counts.max(axis=1) > 0
+        state = _accounted(config, limits, slots, state, live_L)
+        return _decide(config, limits, slots, state, live_L)
 
     return Controller(init, update)
 
@@ -156,13 +159,32 @@ def _told(config: PlacementConfig, step: int, counts: Integers, state: Placement
     )
 
 
+def _whole(step: int, counts_LE: Floats) -> Integers:
+    """The counts as int64; ValueError for shares, which would all be 0, and for too large sums."""
+    broken = counts_LE != np.floor(counts_LE)
+    if broken.any():
+        layer, expert = np.argwhere(broken)[0].tolist()
+        raise ValueError(
+            f"step {step}, layer {layer}, expert {expert}: {counts_LE[layer, expert]} is no whole number; "
+            "give counts of copies, not shares"
+        )
+    total_L = counts_LE.sum(axis=1)
+    if total_L.max() > _MOST_COPIES:
+        layer = int(total_L.argmax())
+        raise ValueError(
+            f"step {step}, layer {layer}: {total_L[layer]} copies are more than 2^53; give those of a step"
+        )
+    return counts_LE.astype(np.int64)
+
+
 def _due(config: PlacementConfig, step: int, state: PlacementState) -> bool:
     return state.planned_at < 0 or step - state.planned_at >= config.every_steps
 
 
 def _even_s(config: PlacementConfig, counts_LE: Integers) -> Floats:
     """Seconds of a step that each layer takes at an even load."""
-    return counts_LE.sum(axis=1) / config.num_ranks * config.cost.row_s
+    speed = config.num_ranks if config.speed_P is None else sum(config.speed_P)
+    return counts_LE.sum(axis=1) / speed * config.cost.row_s
 
 
 def _fetch_price(config: PlacementConfig, counts_LE: Integers) -> Floats:
@@ -172,7 +194,8 @@ def _fetch_price(config: PlacementConfig, counts_LE: Integers) -> Floats:
 
 def _lasts(config: PlacementConfig, change_L: Floats) -> Floats:
     """Steps that a gain is taken to last, each weighed by what is left of it."""
-    change_L = np.where(np.isnan(change_L), 1.0, np.maximum(change_L, _LEAST_CHANGE))
+    # a first sample says nothing: a plan made then is to be good for long, and not made again at once
+    change_L = np.where(np.isnan(change_L), _LEAST_CHANGE, np.maximum(change_L, _LEAST_CHANGE))
     steps_L = np.clip(config.sample_steps / change_L, config.plan_steps, config.horizon_steps)
     steps_L = np.minimum(steps_L, max(config.horizon_steps, 1))
     if config.decay == 0:
@@ -181,15 +204,19 @@ def _lasts(config: PlacementConfig, change_L: Floats) -> Floats:
 
 
 def _accounted(
-    config: PlacementConfig, limits: Constraints, slots: Integers, state: PlacementState
+    config: PlacementConfig,
+    limits: Constraints,
+    slots: Integers,
+    state: PlacementState,
+    live_L: NDArray[np.bool_],
 ) -> PlacementState:
-    """The account of what the shadow placement would have saved, with the last sample."""
+    """The account of what the shadow placement would have saved, with the last sample, where it has load."""
     loads, fetch_L = state.last_LE[None], _fetch_price(config, state.last_LE)
     missed_L = (
         layer_times(slots, loads, limits, fetch_L, config.compiled)
         - layer_times(state.shadow_LS, loads, limits, fetch_L, config.compiled)
     )[0]
-    missed_s_L = missed_L * _even_s(config, state.last_LE) * config.sample_steps
+    missed_s_L = live_L * missed_L * _even_s(config, state.last_LE) * config.sample_steps
     return state._replace(account_L=np.maximum(state.account_L + missed_s_L, 0.0))
 
 
@@ -197,7 +224,11 @@ def _accounted(
 
 
 def _decide(
-    config: PlacementConfig, limits: Constraints, slots: Integers, state: PlacementState
+    config: PlacementConfig,
+    limits: Constraints,
+    slots: Integers,
+    state: PlacementState,
+    live_L: NDArray[np.bool_],
 ) -> tuple[Plan | None, PlacementState]:
     told = forecaster(config.forecaster).forecast(state.forecast)
     search_KLE, weight_K, judge_KLE = _drawn(config, told, state)
@@ -215,13 +246,15 @@ def _decide(
     gain_KL = before_KL - layer_times(better_LS, judge_KLE, limits, fetch_L, config.compiled)
     sure_L = _lower(gain_KL, config.confidence) * worth_L
     cost_L = config.cost.move_s(moved_L)
-    clear_L = (moved_L > 0) & (sure_L > cost_L)
+    clear_L = live_L & (moved_L > 0) & (sure_L > cost_L)
     # the account is that of the shadow placement: it decides whether that one is taken
     shadow_moved_L = moved_slots(slots, state.shadow_LS, config.num_ranks)
     shadow_cost_L = config.cost.move_s(shadow_moved_L)
-    missed_L = ~clear_L & (shadow_moved_L > 0) & (state.account_L >= config.theta * shadow_cost_L)
+    missed_L = live_L & ~clear_L & (shadow_moved_L > 0) & (state.account_L >= config.theta * shadow_cost_L)
     taken_LS = np.where(clear_L[:, None], better_LS, np.where(missed_L[:, None], state.shadow_LS, slots))
     changed_L = clear_L | missed_L
+    # a plan is refused as a whole for what stands twice on a rank, in layers that stay too
+    taken_LS = without_doubles(taken_LS, config.num_ranks) if changed_L.any() else taken_LS
     state = _remembered(state, slots, better_LS, changed_L, taken_LS)
     if not changed_L.any():
         return None, state
@@ -301,6 +334,6 @@ def _reason(
     why = [f"{int(clear_L.sum())} for a clear gain"] if clear_L.any() else []
     why += [f"{int(missed_L.sum())} for a gain missed too long"] if missed_L.any() else []
     return (
-        f"{len(changed)} layers change ({', '.join(why)}); fullest rank above an even load: {named}{more}; "
+        f"{len(changed)} layers change ({', '.join(why)}); time above that of an even load: {named}{more}; "
         f"gain {gain_s_L[changed].sum():.3g} s over {lasts_L[changed].mean():.0f} steps, moves {cost_s:.3g} s"
     )

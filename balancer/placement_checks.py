@@ -116,6 +116,23 @@ def check_placement(
     return slots
 
 
+def without_doubles(slots_LS: Integers, num_ranks: int) -> Integers:
+    """The placement with slots emptied where an expert stands again on a rank while another has none of it.
+
+    slots_LS: [L, S] int64;  num_ranks: P.   Returns [L, S] int64; the first slot on the rank stays, which is
+    the home where homes come first.
+    """
+    slots_LGs = slots_LS.reshape(len(slots_LS), num_ranks, -1).copy()
+    for slot in range(1, slots_LGs.shape[2]):
+        mine_LG1 = slots_LGs[:, :, slot, None]
+        again_LG = (mine_LG1 >= 0) & (slots_LGs[:, :, :slot] == mine_LG1)
+        for layer, rank in np.argwhere(again_LG.any(axis=2)).tolist():
+            held_Gs = slots_LGs[layer] == slots_LGs[layer, rank, slot]
+            if not held_Gs.any(axis=1).all():
+                slots_LGs[layer, rank, slot] = -1
+    return slots_LGs.reshape(slots_LS.shape)
+
+
 # ---- pieces ---------------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ from balancer.dispersion import estimate_dispersion
 from balancer.even import even_placement, even_repair
 from balancer.forecast import forecaster
 from balancer.metrics import checked_load, moved_slots
-from balancer.placement_checks import slot_table
+from balancer.placement_checks import slot_table, without_doubles
 from balancer.plan import Plan
 from balancer.scenarios import draw_scenarios
 from balancer.search import checked_prices, scenario_counts
@@ -32,6 +32,8 @@ Floats = NDArray[np.float64]
 EFFORTS = ("fast", "repair", "robust")
 # what a slot that receives an expert must gain, as a share of the layer's time, where no cost says more
 MOVE_PRICE = 0.002
+# scenarios and changes scored of a repair, which is to take a tenth of the time of a plan
+_REPAIR = (8, 24)
 # copies of a layer in a scenario, where the load comes in shares: noise of counting is none then
 _COPIES = 2**20
 
@@ -51,10 +53,10 @@ def plan_placement(
     spread: float = 0.2,
     move_price: ArrayLike = MOVE_PRICE,
     num_scenarios: int = 32,
-    beta: float = 0.25,
+    beta: float = 0.1,
     tail: float = 0.1,
     seed: int = 0,
-    most_scores: int = 100,
+    most_scores: int = 150,
     compiled: bool = True,
 ) -> Plan:
     """Plan where the experts of all layers go, and how many slots each gets.
@@ -103,6 +105,8 @@ def plan_placement(
         raise ValueError(
             "effort='repair' needs current_LS, the placement to repair; use 'robust' without one"
         )
+    if effort == "repair":
+        num_scenarios, most_scores = min(num_scenarios, _REPAIR[0]), min(most_scores, _REPAIR[1])
     expected_LE, counts = _scenarios(history, spread, num_scenarios, seed)
     slots_LS, figures = best_of(
         counts[0::2], counts[1::2], current, limits, price_L, beta, tail,
@@ -125,6 +129,10 @@ def _scenarios(history: Floats, spread: float, num_scenarios: int, seed: int) ->
         off_KLE = np.exp(spread * rng.standard_normal((2 * num_scenarios, *history.shape[1:])))
         # every number that is drawn serves both ways: the mean of the logarithm stays
         return history[0], scenario_counts(history[0] * off_KLE)
+    idle_L1: NDArray[np.bool_] = (history.max(axis=(0, 2)) == 0)[:, None]
+    # shares are no counts: as one copy they would be all noise
+    counted_L1 = history.sum(axis=2).max(axis=0)[:, None] > 1.5
+    history = np.where(counted_L1, history, np.rint(history * _COPIES))
     copies_L = np.clip(history[-1].sum(axis=1), 1, 2**50).astype(np.int64)
     copies_L = np.where(history[-1].sum(axis=1) > 1.5, copies_L, _COPIES)
     init, update, forecast = forecaster("regime")
@@ -137,7 +145,8 @@ def _scenarios(history: Floats, spread: float, num_scenarios: int, seed: int) ->
         told, 1, copies=copies_L, seed=seed, num_scenarios=2 * num_scenarios, phi=phi_L,
         last_LE=history[-1], previous_LE=history[-2],
     )  # fmt: skip
-    return told.mean_HLE[0] * copies_L[:, None], drawn.counts_KLE
+    expected_LE = np.where(idle_L1, 0.0, told.mean_HLE[0] * copies_L[:, None])
+    return expected_LE, np.where(idle_L1, 0, drawn.counts_KLE)
 
 
 def _fast(
@@ -156,8 +165,8 @@ def _fast(
     else:
         apart = limits.num_groups > 0 and limits.num_groups % limits.num_nodes == 0
         slots_LS = even_repair(
-            load_LE, [1.0], current, limits.num_ranks, num_nodes=limits.num_nodes if apart else 1,
-            move_price=float(np.max(price)), compiled=compiled, **common,
+            load_LE, [1.0], without_doubles(current, limits.num_ranks), limits.num_ranks,
+            num_nodes=limits.num_nodes if apart else 1, move_price=float(np.max(price)), compiled=compiled, **common,
         )  # fmt: skip
         moved = int(moved_slots(current, slots_LS, limits.num_ranks).sum())
         reason = f"{moved} moves for even shares of the load given, each worth its price"
@@ -174,7 +183,8 @@ def _words(judged: Judged, num_scenarios: int) -> str:
     if not changed:
         return f"no change pays: the fullest rank is {lost:.2f} % above an even load {over}"
     before = 100 * (judged.before_L.mean() - 1)
+    moves = int(judged.moved_L.sum())
     return (
-        f"{int(judged.moved_L.sum())} moves in {changed} of {len(judged.moved_L)} layers: the fullest rank "
-        f"is {lost:.2f} % above an even load instead of {before:.2f} % {over}"
+        f"{moves} move{'' if moves == 1 else 's'} in {changed} of {len(judged.moved_L)} layers: the fullest "
+        f"rank is {lost:.2f} % above an even load instead of {before:.2f} % {over}"
     )

@@ -56,10 +56,10 @@ def search_placement(
     most_experts_G: ArrayLike | None = None,
     price: ArrayLike = 0.0,
     fetch_price: ArrayLike = 0.0,
-    beta: float = 0.25,
+    beta: float = 0.1,
     tail: float = 0.1,
     tolerance: float = 1e-3,
-    most_scores: int = 100,
+    most_scores: int = 150,
     width: int = 8,
     steepest: bool = False,
     depth: int = 0,
@@ -76,9 +76,10 @@ def search_placement(
     one more replica costs that the busiest rank sends or receives in a step, in the same unit, with
     home_slot_E;  beta: weight of the tail, 0 = mean alone;  tail: share of the scenarios that CVaR is the
     mean of;  tolerance: a layer within 1 + tolerance is left alone;  most_scores: changes scored in a layer,
-    which bounds the time;  width: experts tried for a cut, heaviest first;  steepest: take the best change of
-    a cut, fewer moves, instead of the first that pays, faster;  depth: changes that are made though none of
-    them pays alone, and kept where they pay together;  compiled: False runs the twin, equal to the last bit.
+    which bounds the time;  width: experts tried for a cut, heaviest first, on twice as many ranks, the least
+    loaded ones;  steepest: take the best change of a cut, fewer moves, instead of the first that pays,
+    faster;  depth: changes that are made though none of them pays alone, and kept where they pay together;
+    compiled: False runs the twin, equal to the last bit.
 
     Returns `Searched`. A layer that has no change that pays comes back as it is. Raises ValueError for loads,
     placements, prices and options out of range, and sizes that do not fit.
@@ -175,8 +176,8 @@ def scenario_counts(counts_KLE: ArrayLike) -> Integers:
         raise ValueError("counts of a layer sum to more than float64 holds; give counts or shares")
     if given.dtype.kind in "iu" and total_KL1.max() <= _MOST_COPIES:
         return np.ascontiguousarray(given, np.int64)
-    scale_KL1 = _SCALE / np.where(total_KL1 > 0, total_KL1, 1.0)
-    return np.rint(values * scale_KL1).astype(np.int64)
+    # first the share: one over a tiny total is more than float64 holds
+    return np.rint(values / np.where(total_KL1 > 0, total_KL1, 1.0) * _SCALE).astype(np.int64)
 
 
 def risk_of(ratio_KL: Floats, weight_K: Floats, beta: float, tail: float) -> Floats:

@@ -67,6 +67,14 @@ def new_flow(num_slots, num_ranks):
     )
 
 
+def in_order(values):
+    """The sum from first to last: numpy adds eight and more up in another order than the compiled code."""
+    total = 0.0
+    for value in values:
+        total += value
+    return total
+
+
 # ---- the placement ---------------------------------------------------------------------------------------
 
 
@@ -320,7 +328,7 @@ def new_scene(load_KE, weight_K, speed_G, num_slots):
     num_scenarios, num_ranks = load_KE.shape[0], speed_G.shape[0]
     floor_K = np.zeros(num_scenarios)
     for k in range(num_scenarios):
-        floor_K[k] = load_KE[k].sum() / speed_G.sum()
+        floor_K[k] = load_KE[k].sum() / in_order(speed_G)
     return Scene(
         load_KE,
         weight_K,
@@ -521,7 +529,7 @@ def new_task(place, scene, price, fetch, room_G, node_E, node_G, per_rank):
     share_E = np.zeros(node_E.shape[0])
     for k in range(scene.floor_K.shape[0]):
         if scene.floor_K[k] > 0.0:
-            share_E += scene.weight_K[k] * scene.load_KE[k] / (scene.floor_K[k] * scene.speed_G.sum())
+            share_E += scene.weight_K[k] * scene.load_KE[k] / (scene.floor_K[k] * in_order(scene.speed_G))
     home_E = np.full(node_E.shape[0], NONE, np.int64)
     for slot in range(place.expert_S.shape[0]):
         if place.fixed_S[slot] and place.expert_S[slot] >= 0:
@@ -635,13 +643,14 @@ def slot_to_swap(place, scene, task, k, expert, rank, here, kept_S, per_rank):
     return match
 
 
-def best_change(place, flow, scene, task, options, k, best, kept_S, per_rank):
+def best_change(place, flow, scene, task, options, k, best, most, kept_S, per_rank):
     """The change with the lowest objective and price, below `best`, of those that take load out of the cut of
     scenario k.
 
     A replica outside for an expert inside, or such an expert against a lighter one outside; slots of kept_S
-    stay.   Returns slot (-1 = none), expert, the other slot (-1 = one slot changes), how many were scored,
-    and objective and price. Where the first one that pays is wanted, the placement is left with it.
+    stay, and after `most` that were scored it stops.   Returns slot (-1 = none), expert, the other slot (-1 =
+    one slot changes), how many were scored, and objective and price. Where the first one that pays is wanted,
+    the placement is left with it.
     """
     found, ranks = np.empty(options.width, np.int64), np.empty(task.room_G.shape[0], np.int64)
     size = heaviest_inside(place, scene.load_KE[k], scene.cut_KG[k], per_rank, found)
@@ -651,7 +660,9 @@ def best_change(place, flow, scene, task, options, k, best, kept_S, per_rank):
     for expert in found[:size]:
         first = place.first_E[expert]
         here = first // per_rank
-        for rank in ranks[:outside]:
+        for rank in ranks[: min(outside, 2 * options.width)]:
+            if scores >= most:
+                return best_slot, best_expert, best_other, scores, best
             if task.node_E[expert] >= 0 and task.node_E[expert] != task.node_G[rank]:
                 continue
             for slot in range(rank * per_rank, (rank + 1) * per_rank):
@@ -695,6 +706,15 @@ def best_change(place, flow, scene, task, options, k, best, kept_S, per_rank):
     return best_slot, best_expert, best_other, scores, best
 
 
+def cut_seen(scene, turn):
+    """Whether a worse scenario has the same cut as the one at this turn."""
+    cut_G = scene.cut_KG[scene.order_K[turn]]
+    seen = False
+    for i in range(turn):
+        seen = seen or (scene.cut_KG[scene.order_K[i]] == cut_G).all()
+    return seen
+
+
 def search_layer(place, flow, scene, task, options, per_rank):
     """Improve one layer until no change pays, nor `depth` of them together.   Returns the objective before
     and after, and how many changes were scored.
@@ -708,6 +728,9 @@ def search_layer(place, flow, scene, task, options, per_rank):
     kept_S = place.fixed_S.copy()
     scores, turn, uphill = 0, 0, 0  # turn: which scenario's cut is tried, the worst one's first
     while value > 1.0 + options.tolerance and scores < options.most_scores:
+        # a cut that a worse scenario has too was tried with that one
+        while turn < scene.order_K.shape[0] and cut_seen(scene, turn):
+            turn += 1
         stuck = (
             turn >= scene.order_K.shape[0] or scene.ratio_K[scene.order_K[turn]] <= 1.0 + options.tolerance
         )
@@ -717,7 +740,7 @@ def search_layer(place, flow, scene, task, options, per_rank):
         limit = np.inf if stuck else value - LEAST_GAIN
         k = scene.order_K[turn]
         slot, expert, other, scored, new = best_change(
-            place, flow, scene, task, options, k, limit, kept_S, per_rank
+            place, flow, scene, task, options, k, limit, options.most_scores - scores, kept_S, per_rank
         )
         scores += scored
         turn += 1
@@ -819,7 +842,7 @@ def peak_layers(slots_LS, load_KLE, speed_G, peak_KL):
     for layer in range(num_layers):
         place = new_place(slots_LS[layer], slots_LS[layer], load_KLE.shape[2])
         for k in range(load_KLE.shape[0]):
-            floor = load_KLE[k, layer].sum() / speed_G.sum()
+            floor = load_KLE[k, layer].sum() / in_order(speed_G)
             peak_KL[k, layer] = 0.0
             if floor > 0.0:
                 start_rows(place, flow, load_KLE[k, layer], floor, speed_G, per_rank)

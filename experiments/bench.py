@@ -2,11 +2,19 @@
 
 from collections.abc import Callable, Sequence
 
-from experiments import bench_forecast, bench_layer, bench_skew, bench_split, bench_stages
+from experiments import (
+    bench_forecast,
+    bench_layer,
+    bench_placement,
+    bench_skew,
+    bench_split,
+    bench_stages,
+)
 
 BENCHES: dict[str, Callable[[Sequence[str]], int]] = {
     "forecast": bench_forecast.main,
     "layer": bench_layer.main,
+    "placement": bench_placement.main,
     "skew": bench_skew.main,
     "split": bench_split.main,
     "stages": bench_stages.main,

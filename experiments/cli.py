@@ -93,7 +93,9 @@ COMMANDS: dict[str, Command] = {
     ),
     "plan": Command(help="where the experts should go for the load of a trace, and why", load=_plan),
     "demo": Command(help="replay a synthetic trace with all policies: a page in seconds", load=_demo),
-    "bench": Command(help="measure: bench forecast, layer, skew, split, stages (times in ms)", load=_bench),
+    "bench": Command(
+        help="measure: bench forecast, layer, placement, skew, split, stages (times in ms)", load=_bench
+    ),
     "sample": Command(help="continue a prompt with the model of a run (length in tokens)", load=_sample),
     "weights": Command(help="import, export or upcycle weights (sizes in MiB and tensors)", load=_weights),
 }
