@@ -186,18 +186,15 @@ def _grouping(load_LE: Floats, sizes: Sizes) -> Floats:
 
 
 def _large_groups(load_LX: Floats, num_nodes: int) -> Floats:
-    """The n largest groups are on n nodes, whose mean has at least the smallest groups beside them; or two of
-    them share a node, with the smallest others."""
+    """The n largest groups are on n nodes or fewer; n nodes with all of them among theirs hold the smallest
+    others beside them at least, and the fullest has no less than their mean."""
     rising_LX = np.sort(load_LX, axis=1)
     until_LX = np.pad(np.cumsum(rising_LX, axis=1), ((0, 0), (1, 0)))
     num_groups, others = load_LX.shape[1], load_LX.shape[1] // num_nodes - 1
     bound_L = np.zeros(len(load_LX))
     for n in range(1, num_nodes + 1):
-        apart_L = (until_LX[:, -1] - until_LX[:, num_groups - n] + until_LX[:, n * others]) / n
-        if n > 1 and others:
-            both_L = rising_LX[:, -n] + rising_LX[:, 1 - n] + until_LX[:, others - 1]
-            apart_L = np.minimum(apart_L, both_L)
-        bound_L = np.maximum(bound_L, apart_L)
+        largest_L = until_LX[:, -1] - until_LX[:, num_groups - n]
+        bound_L = np.maximum(bound_L, (largest_L + until_LX[:, n * others]) / n)
     return bound_L
 
 
@@ -220,7 +217,8 @@ def _best_grouping(load_LX: Floats, speed_M: Floats) -> Floats:
 def _homes_even(load_LE: Floats, sizes: Sizes, home_S: Integers) -> Floats:
     """Homes with even shares. A rank keeps 1 / c of each home expert with c slots, so the replica that takes
     most from it is the best it can get, the next takes no more (1 / c is convex), and a replica for an expert
-    of the worst rank is the only remedy: giving it one while there are spare slots is optimal.
+    of the worst rank is the only remedy: giving it one while there are spare slots is optimal. More slots
+    than ranks help as well: of those that share a rank none needs to be on the home's.
     """
     rank_E = _home_rank(home_S, sizes)
     count_LE = np.ones(load_LE.shape, np.int64)
@@ -228,10 +226,9 @@ def _homes_even(load_LE: Floats, sizes: Sizes, home_S: Integers) -> Floats:
     layer_L = np.arange(len(load_LE))
     for _ in range(sizes.slots - sizes.experts):
         rank_L = ((load_LE / count_LE) @ home_EG).argmax(axis=1)
-        takes_LE = load_LE / count_LE - load_LE / np.minimum(count_LE + 1, sizes.ranks)
+        takes_LE = load_LE / count_LE - load_LE / (count_LE + 1)
         expert_L = np.where(rank_E == rank_L[:, None], takes_LE, -1.0).argmax(axis=1)
-        count_L = count_LE[layer_L, expert_L] + 1
-        count_LE[layer_L, expert_L] = np.minimum(count_L, sizes.ranks)
+        count_LE[layer_L, expert_L] += 1
     return ((load_LE / count_LE) @ home_EG).max(axis=1) * (1 - _ROUNDING)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from balancer.bound import home_experts, peak_bound, sizes_of
+from balancer.bound import Sizes, home_experts, peak_bound, sizes_of
 from balancer.connect import connected_placement
 from balancer.metrics import moved_slots
 from balancer.moves import keep_slots, relabel
@@ -56,6 +56,9 @@ def constraints_of(
 ) -> Constraints:
     """The constraints, checked against each other and the present placement."""
     num_layers, num_experts = shape_LE
+    for name, number in (("num_ranks", num_ranks), ("num_slots", num_slots), ("num_nodes", num_nodes)):
+        if not hasattr(number, "__index__"):
+            raise ValueError(f"{name}={number!r} must be an integer")
     sizes = sizes_of(num_experts, num_slots, num_ranks, num_nodes, num_groups, speed_G)
     if current is not None:
         if current.shape != (num_layers, num_slots):
@@ -64,6 +67,7 @@ def constraints_of(
             )
         check_placement(current, num_experts=num_experts, num_ranks=num_ranks, distinct=False)
         _check_memory(current, num_ranks, most_experts_G)
+        _check_nodes(current, sizes)
     homes = present_homes(current, num_experts, num_slots, num_ranks) if fixed_homes else None
     home_experts(homes, sizes)
     return Constraints(
@@ -75,6 +79,31 @@ def constraints_of(
         speed_G=None if speed_G is None else np.asarray(speed_G, np.float64),
         most_experts_G=None if most_experts_G is None else np.asarray(most_experts_G),
     )
+
+
+def _check_nodes(current: Integers, sizes: Sizes) -> None:
+    """Raise ValueError unless experts, and with them groups, are on one node each, where they must be."""
+    if sizes.nodes == 1:
+        return
+    node_S = np.arange(sizes.slots) // (sizes.slots // sizes.nodes)
+    for layer, slots_S in enumerate(current):
+        node_E = np.full(sizes.experts, -1, np.int64)
+        filled = slots_S >= 0
+        node_E[slots_S[filled]] = node_S[filled]
+        apart = filled & (node_E[slots_S] != node_S)
+        if apart.any():
+            slot = int(apart.argmax())
+            raise ValueError(
+                f"layer {layer} has expert {slots_S[slot]} on nodes {node_S[slot]} and "
+                f"{node_E[slots_S[slot]]}; with groups it stays on one: start from default_placement with "
+                "num_nodes and num_groups, or give num_groups=0"
+            )
+        split = (node_E.reshape(sizes.groups, -1) != node_E.reshape(sizes.groups, -1)[:, :1]).any(axis=1)
+        if split.any():
+            raise ValueError(
+                f"layer {layer} has the experts of group {int(split.argmax())} on several nodes; put them on "
+                "one, or give num_groups=0"
+            )
 
 
 def present_homes(current: Integers | None, num_experts: int, num_slots: int, num_ranks: int) -> Integers:

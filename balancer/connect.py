@@ -61,20 +61,29 @@ def connected_placement(
 
 
 def default_placement(
-    num_layers: int, num_experts: int, num_slots: int, num_ranks: int, *, compiled: bool = True
+    num_layers: int,
+    num_experts: int,
+    num_slots: int,
+    num_ranks: int,
+    *,
+    num_nodes: int = 1,
+    num_groups: int = 0,
+    compiled: bool = True,
 ) -> Integers:
     """Placement before any load is known: the usual homes, and replicas that join the ranks.
 
-    num_layers, num_experts, num_slots, num_ranks: L, E, S, P.   Returns [L, S] int64, the same in every
-    layer. Raises ValueError as `connected_placement` does.
+    num_layers, num_experts, num_slots, num_ranks: L, E, S, P;  num_nodes, num_groups: with groups a multiple
+    of nodes replicas stay on the node of their home.   Returns [L, S] int64, the same in every layer. Raises
+    ValueError as `connected_placement` does.
 
     >>> default_placement(1, 4, 6, 2).tolist()
     [[0, 1, 2, 2, 3, 0]]
     """
     homes_E = home_slots(num_experts, num_slots, num_ranks)
     slots_1S = connected_placement(
-        np.zeros((1, num_experts)), num_slots, num_ranks, home_slot_E=homes_E, compiled=compiled
-    )
+        np.zeros((1, num_experts)), num_slots, num_ranks, num_nodes=num_nodes, num_groups=num_groups,
+        home_slot_E=homes_E, compiled=compiled,
+    )  # fmt: skip
     return np.repeat(slots_1S, num_layers, axis=0)
 
 

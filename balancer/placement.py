@@ -101,7 +101,7 @@ def placement_controller(config: PlacementConfig) -> Controller:
     def init(num_layers: int, num_experts: int, current_LS: ArrayLike) -> PlacementState:
         slots = slot_table("current_LS", current_LS).copy()
         _limits(config, (num_layers, num_experts), slots)
-        horizons = (config.plan_steps,)
+        horizons = (config.delay_steps + config.plan_steps,)
         return PlacementState(
             forecast=forecaster(config.forecaster).init(num_layers, num_experts, horizons),
             dispersion=init_dispersion(num_layers, num_experts),
@@ -121,11 +121,14 @@ def placement_controller(config: PlacementConfig) -> Controller:
         slots = slot_table("current_LS", current_LS)
         counts = _whole(step, checked_sample(step, tokens_per_expert_LE, state.step, state.last_LE.shape))
         limits = _limits(config, counts.shape, slots)
+        gap_steps = config.sample_steps if state.step < 0 else step - state.step
         state = _told(config, step, counts, state)
-        if not counts.any() or not _due(config, step, state):
+        if not counts.any():
             return None, state
         live_L: NDArray[np.bool_] = counts.max(axis=1) > 0
-        state = _accounted(config, limits, slots, state, live_L)
+        state = _accounted(config, limits, slots, state, live_L, gap_steps)
+        if not _due(config, step, state):
+            return None, state
         return _decide(config, limits, slots, state, live_L)
 
     return Controller(init, update)
@@ -178,7 +181,9 @@ def _whole(step: int, counts_LE: Floats) -> Integers:
 
 
 def _due(config: PlacementConfig, step: int, state: PlacementState) -> bool:
-    return state.planned_at < 0 or step - state.planned_at >= config.every_steps
+    """Whether a plan may be made: the last one is in force, and old enough."""
+    wait = max(config.every_steps, config.delay_steps)
+    return state.planned_at < 0 or step - state.planned_at >= wait
 
 
 def _even_s(config: PlacementConfig, counts_LE: Integers) -> Floats:
@@ -197,10 +202,12 @@ def _lasts(config: PlacementConfig, change_L: Floats) -> Floats:
     # a first sample says nothing: a plan made then is to be good for long, and not made again at once
     change_L = np.where(np.isnan(change_L), _LEAST_CHANGE, np.maximum(change_L, _LEAST_CHANGE))
     steps_L = np.clip(config.sample_steps / change_L, config.plan_steps, config.horizon_steps)
-    steps_L = np.minimum(steps_L, max(config.horizon_steps, 1))
-    if config.decay == 0:
-        return steps_L
-    return (1.0 - (1.0 - config.decay) ** steps_L) / config.decay
+    return _weighed(config, np.minimum(steps_L, config.horizon_steps))
+
+
+def _weighed(config: PlacementConfig, steps: Any) -> Any:
+    """Steps, each weighed by what the bias loop leaves of a gain by then."""
+    return steps if config.decay == 0 else (1.0 - (1.0 - config.decay) ** steps) / config.decay
 
 
 def _accounted(
@@ -209,6 +216,7 @@ def _accounted(
     slots: Integers,
     state: PlacementState,
     live_L: NDArray[np.bool_],
+    gap_steps: int,
 ) -> PlacementState:
     """The account of what the shadow placement would have saved, with the last sample, where it has load."""
     loads, fetch_L = state.last_LE[None], _fetch_price(config, state.last_LE)
@@ -216,7 +224,7 @@ def _accounted(
         layer_times(slots, loads, limits, fetch_L, config.compiled)
         - layer_times(state.shadow_LS, loads, limits, fetch_L, config.compiled)
     )[0]
-    missed_s_L = live_L * missed_L * _even_s(config, state.last_LE) * config.sample_steps
+    missed_s_L = live_L * missed_L * _even_s(config, state.last_LE) * gap_steps
     return state._replace(account_L=np.maximum(state.account_L + missed_s_L, 0.0))
 
 
@@ -255,7 +263,8 @@ def _decide(
     changed_L = clear_L | missed_L
     # a plan is refused as a whole for what stands twice on a rank, in layers that stay too
     taken_LS = without_doubles(taken_LS, config.num_ranks) if changed_L.any() else taken_LS
-    state = _remembered(state, slots, better_LS, changed_L, taken_LS)
+    shadow_LS = _shadow(config, limits, slots, state, changed_L, taken_LS, (search_KLE, weight_K, judge_KLE))
+    state = _remembered(state, slots, shadow_LS, changed_L)
     if not changed_L.any():
         return None, state
     taken_cost_s = float((cost_L * clear_L + shadow_cost_L * missed_L).sum())
@@ -277,7 +286,8 @@ def _drawn(
 ) -> tuple[Integers, Floats, Integers]:
     """Scenarios for the search with their weights, and others to judge by; without any drawn, the forecast
     for both."""
-    copies_L = np.maximum(state.last_LE.sum(axis=1), 1)
+    # noise is that of a micro-batch: that is what is split
+    copies_L = np.maximum(state.last_LE.sum(axis=1) // config.cost.micro_batches, 1)
     if config.num_scenarios == 0:
         mean_KLE = np.rint(told.mean_HLE[:1] * copies_L[:, None]).astype(np.int64)
         return mean_KLE, np.ones(1), mean_KLE
@@ -298,19 +308,46 @@ def _drawn(
 
 def _lower(gain_KL: Floats, confidence: float) -> Floats:
     """Lower confidence bound of the mean gain [L]."""
-    error_L = gain_KL.std(axis=0) / math.sqrt(len(gain_KL))
+    error_L = gain_KL.std(axis=0, ddof=1 if len(gain_KL) > 1 else 0) / math.sqrt(len(gain_KL))
     return gain_KL.mean(axis=0) - NormalDist().inv_cdf(confidence) * error_L
 
 
+def _shadow(
+    config: PlacementConfig,
+    limits: Constraints,
+    slots: Integers,
+    state: PlacementState,
+    changed_L: NDArray[np.bool_],
+    taken_LS: Integers,
+    scenarios: tuple[Integers, Floats, Integers],
+) -> Integers:
+    """The placement whose savings are counted from now on: the one before, while it saves anything; else the
+    best one for a load that stays for the whole horizon, whatever the last changes say."""
+    spent_L = (state.shadow_LS == slots).all(axis=1) | (state.account_L <= 0.0)
+    kept_LS = np.where(changed_L[:, None], taken_LS, np.where(spent_L[:, None], slots, state.shadow_LS))
+    fresh_L = spent_L & ~changed_L
+    if not fresh_L.any():
+        return kept_LS
+    search_KLE, weight_K, judge_KLE = scenarios
+    even_s_L = np.maximum(_even_s(config, state.last_LE)[fresh_L], 1e-30)
+    price_L = config.cost.move_s(np.ones(int(fresh_L.sum()))) / (
+        even_s_L * _weighed(config, config.horizon_steps)
+    )
+    kept_LS[fresh_L], _ = best_of(
+        search_KLE[:, fresh_L], judge_KLE[:, fresh_L], slots[fresh_L], limits, price_L, config.beta,
+        config.tail, config.most_scores, config.compiled, anew=False, steepest=True, depth=config.depth,
+        tolerance=config.tolerance, weight_K=weight_K,
+        fetch_price=_fetch_price(config, state.last_LE)[fresh_L],
+    )  # fmt: skip
+    return kept_LS
+
+
 def _remembered(
-    state: PlacementState, slots: Integers, better_LS: Integers, changed_L: NDArray[np.bool_], taken: Integers
+    state: PlacementState, slots: Integers, shadow_LS: Integers, changed_L: NDArray[np.bool_]
 ) -> PlacementState:
-    """The better placement that was not taken, and its account: begun anew where the layer changed, or where
-    there was none."""
-    idle_L = (state.shadow_LS == slots).all(axis=1)
-    fresh_L = idle_L | changed_L
-    shadow_LS = np.where(fresh_L[:, None], np.where(changed_L[:, None], taken, better_LS), state.shadow_LS)
-    return state._replace(shadow_LS=shadow_LS, account_L=np.where(fresh_L, 0.0, state.account_L))
+    """The state with the shadow placement; its account begins anew where it is another one."""
+    other_L = changed_L | (shadow_LS != state.shadow_LS).any(axis=1) | (shadow_LS == slots).all(axis=1)
+    return state._replace(shadow_LS=shadow_LS, account_L=np.where(other_L, 0.0, state.account_L))
 
 
 def _reason(

@@ -148,7 +148,7 @@ def slot_table(name: str, given: ArrayLike) -> Integers:
         raise ValueError(
             f"{name} is {array.dtype} {array.shape}; expected integers with two axes, a row a layer"
         )
-    return array.astype(np.int64)
+    return np.array(array, np.int64, order="C")
 
 
 def check_homes(slots_LS: Integers, home_slot_LE: Integers, place: str = "the placement") -> None:

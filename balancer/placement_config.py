@@ -56,6 +56,13 @@ class PlacementConfig:
         ):  # fmt: skip
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be {least} or more")
+        if self.horizon_steps < self.every_steps:
+            raise ValueError(
+                f"horizon_steps={self.horizon_steps} is less than every_steps={self.every_steps}, for which "
+                "a plan stays; give as many"
+            )
+        if self.num_scenarios == 1:
+            raise ValueError("num_scenarios=1 does not say how sure a gain is; give 0 (the forecast) or 2 up")
         if not 0.5 < self.confidence < 1:
             raise ValueError(f"confidence={self.confidence} must lie between 0.5 and 1; 0.9 is usual")
         if not (self.theta > 0 and math.isfinite(self.theta)):

@@ -20,7 +20,7 @@ from balancer.candidates import Constraints, Judged, as_plan, best_of, constrain
 from balancer.dispersion import estimate_dispersion
 from balancer.even import even_placement, even_repair
 from balancer.forecast import forecaster
-from balancer.metrics import checked_load, moved_slots
+from balancer.metrics import checked_load, load_shares, moved_slots
 from balancer.placement_checks import slot_table, without_doubles
 from balancer.plan import Plan
 from balancer.scenarios import draw_scenarios
@@ -65,10 +65,11 @@ def plan_placement(
     over all ranks, a multiple of P, E or more;  num_nodes, num_groups: M nodes, and groups of experts that a
     router is limited to; with groups a multiple of nodes an expert and its replicas stay on one node;
     current_LS: [L, S] integers, the placement in force, slots contiguous by rank, -1 = empty; None = none
-    yet;  fixed_homes: every expert keeps one slot, its home: the first that it has now, or that of
-    `home_slots`; training needs it;  effort: "robust" (some 10 ms a layer of 256 experts; the exact split,
-    over scenarios), "repair" (the same from the placement in force alone; a tenth of the time) or "fast"
-    (some milliseconds for all layers; even shares, the load as it is);  speed_G:
+    yet;  fixed_homes: every expert keeps its home, as training needs it: the first slots of each rank, in
+    order (`home_slots`);  effort: "robust" (some 10 ms a layer of 256 experts; the exact split, over
+    scenarios), "repair" (the same from the placement in force alone, fewer scenarios; a tenth of the time)
+    or "fast" (some milliseconds for all layers; even shares, the load as it is, the newest of a history;
+    spread, scenarios and the constants of the search play no part);  speed_G:
     [P] relative speeds;  most_experts_G: [P] experts that the memory of each rank holds, None = all slots
     (robust only);  spread: how far off a single load may be, standard deviation of the logarithm of a share;
     a history says so itself;  move_price: what a slot that receives an expert must gain, in peak / even load,
@@ -99,6 +100,7 @@ def plan_placement(
         most_experts_G,
     )  # fmt: skip
     price_L = checked_prices(move_price, history.shape[1])
+    _check_options(spread, num_scenarios, seed, beta, tail, most_scores)
     if effort == "fast":
         return _fast(history[-1], limits, current, price_L, compiled)
     if effort == "repair" and current is None:
@@ -112,18 +114,34 @@ def plan_placement(
         counts[0::2], counts[1::2], current, limits, price_L, beta, tail,
         most_scores, compiled, anew=effort == "robust",
     )  # fmt: skip
-    return as_plan(slots_LS, current, expected_LE, limits, _words(figures, len(counts) // 2), compiled)
+    reason = _words(figures, len(counts) // 2, expected_LE.max(axis=1) > 0) + _leftover(slots_LS, limits)
+    return as_plan(slots_LS, current, expected_LE, limits, reason, compiled)
 
 
 # ---- parts ----------------------------------------------------------------------------------------------
 
 
-def _scenarios(history: Floats, spread: float, num_scenarios: int, seed: int) -> tuple[Floats, Integers]:
-    """The expected load [L, E] and 2 K scenarios, every other one for the search, the rest to judge by."""
+def _check_options(
+    spread: float, num_scenarios: int, seed: int, beta: float, tail: float, most_scores: int
+) -> None:
+    """Raise ValueError for an option out of range, whether this effort looks at it or not."""
     if not 0 <= spread <= 3:
         raise ValueError(f"spread={spread} must lie between 0 (the load is certain) and 3; 0.2 is usual")
-    if num_scenarios < 1:
-        raise ValueError(f"num_scenarios={num_scenarios} must be at least 1; 32 is a good value")
+    if num_scenarios < 1 or most_scores < 0:
+        raise ValueError(
+            f"num_scenarios={num_scenarios} must be at least 1 (32 is a good value) and "
+            f"most_scores={most_scores} at least 0"
+        )
+    if seed < 0:
+        raise ValueError(f"seed={seed} must be 0 or more")
+    if not 0 <= beta <= 1 or not 0 < tail <= 1:
+        raise ValueError(
+            f"beta={beta} must lie between 0 (mean alone) and 1, tail={tail} be above 0 and at most 1"
+        )
+
+
+def _scenarios(history: Floats, spread: float, num_scenarios: int, seed: int) -> tuple[Floats, Integers]:
+    """The expected load [L, E] and 2 K scenarios, every other one for the search, the rest to judge by."""
     if len(history) == 1:
         rng = np.random.default_rng(seed)
         off_KLE = np.exp(spread * rng.standard_normal((2 * num_scenarios, *history.shape[1:])))
@@ -131,10 +149,11 @@ def _scenarios(history: Floats, spread: float, num_scenarios: int, seed: int) ->
         return history[0], scenario_counts(history[0] * off_KLE)
     idle_L1: NDArray[np.bool_] = (history.max(axis=(0, 2)) == 0)[:, None]
     # shares are no counts: as one copy they would be all noise
-    counted_L1 = history.sum(axis=2).max(axis=0)[:, None] > 1.5
-    history = np.where(counted_L1, history, np.rint(history * _COPIES))
+    whole_L1 = (history == np.rint(history)).min(axis=(0, 2))[:, None]
+    counted_L1 = whole_L1 & (history.sum(axis=2).max(axis=0)[:, None] > 1.5)
+    share_WLE = load_shares(np.where(idle_L1, 1.0, history))
+    history = np.where(counted_L1, history, np.nan_to_num(np.rint(share_WLE * _COPIES)))
     copies_L = np.clip(history[-1].sum(axis=1), 1, 2**50).astype(np.int64)
-    copies_L = np.where(history[-1].sum(axis=1) > 1.5, copies_L, _COPIES)
     init, update, forecast = forecaster("regime")
     state = init(history.shape[1], history.shape[2], (1,))
     for step, load_LE in enumerate(history):
@@ -150,7 +169,7 @@ def _scenarios(history: Floats, spread: float, num_scenarios: int, seed: int) ->
 
 
 def _fast(
-    load_LE: Floats, limits: Constraints, current: Integers | None, price: ArrayLike, compiled: bool
+    load_LE: Floats, limits: Constraints, current: Integers | None, price_L: Floats, compiled: bool
 ) -> Plan:
     """Even shares on one load: made anew, or repaired where there is a placement."""
     if limits.most_experts_G is not None:
@@ -164,25 +183,41 @@ def _fast(
         reason = "first placement, for even shares of the load given"
     else:
         apart = limits.num_groups > 0 and limits.num_groups % limits.num_nodes == 0
-        slots_LS = even_repair(
-            load_LE, [1.0], without_doubles(current, limits.num_ranks), limits.num_ranks,
-            num_nodes=limits.num_nodes if apart else 1, move_price=float(np.max(price)), compiled=compiled, **common,
-        )  # fmt: skip
+        start_LS, slots_LS = without_doubles(current, limits.num_ranks), current.copy()
+        for price in np.unique(price_L).tolist():
+            same_L = price_L == price
+            slots_LS[same_L] = even_repair(
+                load_LE[same_L], [1.0], start_LS[same_L], limits.num_ranks, compiled=compiled,
+                num_nodes=limits.num_nodes if apart else 1, move_price=price, **common,
+            )  # fmt: skip
         moved = int(moved_slots(current, slots_LS, limits.num_ranks).sum())
         reason = f"{moved} moves for even shares of the load given, each worth its price"
+    reason += _leftover(slots_LS, limits)
     return as_plan(slots_LS, current, load_LE, limits, reason, compiled, shares="even")
 
 
-def _words(judged: Judged, num_scenarios: int) -> str:
-    """The reason of a plan, with its figures."""
-    lost = 100 * (judged.after_L.mean() - 1)
+def _leftover(slots_LS: Integers, limits: Constraints) -> str:
+    """What the reason says of slots that no expert can use: more of them than a copy on every rank."""
+    sorted_LGs = np.sort(slots_LS.reshape(len(slots_LS), limits.num_ranks, -1), axis=2)
+    doubles = (sorted_LGs[:, :, 1:] == sorted_LGs[:, :, :-1]) & (sorted_LGs[:, :, 1:] >= 0)
+    empty = int((slots_LS < 0).sum()) + int(doubles.sum())
+    if not empty:
+        return ""
+    return f"; {empty} slots serve nothing: they are empty, or hold an expert that their rank has already"
+
+
+def _words(judged: Judged, num_scenarios: int, live_L: NDArray[np.bool_]) -> str:
+    """The reason of a plan, with its figures; layers without load have none."""
+    if not live_L.any():
+        return "no layer has any load: nothing is known, experts are spread evenly, or stay"
+    lost = 100 * (judged.after_L[live_L].mean() - 1)
     over = f"over {num_scenarios} scenarios that the search did not see"
     if judged.fresh:
         return f"first placement: the fullest rank is {lost:.2f} % above an even load {over}"
     changed = int((judged.moved_L > 0).sum())
     if not changed:
         return f"no change pays: the fullest rank is {lost:.2f} % above an even load {over}"
-    before = 100 * (judged.before_L.mean() - 1)
+    before = 100 * (judged.before_L[live_L].mean() - 1)
     moves = int(judged.moved_L.sum())
     return (
         f"{moves} move{'' if moves == 1 else 's'} in {changed} of {len(judged.moved_L)} layers: the fullest "

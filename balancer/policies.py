@@ -10,6 +10,7 @@ It knows what it was told and nothing else; its state is a NamedTuple of arrays 
 be taken up anywhere. A layer without load tells nothing: its placement stays.
 
     none                    nothing ever changes
+    none+split              the same with the exact split: what splitting gains without any planning
     eplb                    greedy replicate-and-pack on the last sample, every n steps; slots free
     eplb-strong             the same with ranks renamed for few moves, only where it helps by 5 %; slots free
     even                    few changes, each of which pays, for systems that share an expert's load evenly
@@ -266,6 +267,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
         made.name: made
         for made in (
             Policy("none", "even", _clock, _stay),
+            Policy("none+split", "exact", _clock, _stay),
             Policy(
                 "eplb",
                 "even",

@@ -3,12 +3,13 @@
 Between scenarios (`balancer/scenarios.py`) and a plan. The objective of a layer is
 
     (1 - beta) mean + beta CVaR      of peak / even load over the scenarios, peak: that of the best split
-    + price * slots that end with another expert
+    + price * slots that end with another expert  + fetch price * replicas through the busiest port
 
-(control of a mean and of the worst `tail` of the weight, Rockafellar and Uryasev 2000). A change is looked
-for where the minimum cut of the worst scenario says: a set of ranks that holds more than it can pass on gets
-a replica outside for an expert that lives inside only, or, where slots are free, such an expert is exchanged
-for a lighter one. The best change that pays is taken, until none pays. The loops are in search_kernels.py.
+(mean and CVaR: Rockafellar and Uryasev 2000; of changes that are as good, the one that takes a slot from the
+lightest expert). A change is looked for where the minimum cut of the worst scenario says: a set of ranks that
+holds more than it can pass on gets a replica outside for an expert that lives inside only, or, where slots
+are free, such an expert is exchanged for a lighter one. The best change that pays is taken, until none pays.
+The loops are in search_kernels.py.
 """
 
 from collections.abc import Sequence
@@ -177,7 +178,8 @@ def scenario_counts(counts_KLE: ArrayLike) -> Integers:
     if given.dtype.kind in "iu" and total_KL1.max() <= _MOST_COPIES:
         return np.ascontiguousarray(given, np.int64)
     # first the share: one over a tiny total is more than float64 holds
-    return np.rint(values / np.where(total_KL1 > 0, total_KL1, 1.0) * _SCALE).astype(np.int64)
+    share_KLE = values / np.where(total_KL1 > 0, total_KL1, 1.0)
+    return np.ascontiguousarray(np.rint(share_KLE * _SCALE), np.int64)
 
 
 def risk_of(ratio_KL: Floats, weight_K: Floats, beta: float, tail: float) -> Floats:

@@ -23,6 +23,7 @@ import numpy as np
 
 ENTRIES = ("search_layers", "peak_layers")
 NONE = -1
+MOST_ROWS = 4.0e18  # as far as int64 goes, nearly; where speeds differ that much
 LEAST_GAIN = 1e-9  # of the objective: less is rounding
 SPARED = 0.03  # what taking away a slot of an expert with all the load would count, in units of the objective
 
@@ -151,7 +152,7 @@ def pour(place, flow, expert, rows, per_rank):
 def set_caps(flow, peak, speed_G):
     """A capacity is the least whole number of rows that holds the peak."""
     for rank in range(speed_G.shape[0]):
-        flow.cap_G[rank] = int(np.ceil(peak * speed_G[rank] - 1e-9))
+        flow.cap_G[rank] = int(min(np.ceil(peak * speed_G[rank] - 1e-9), MOST_ROWS))
 
 
 def start_rows(place, flow, load_E, floor, speed_G, per_rank):

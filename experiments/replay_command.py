@@ -94,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
     add("--format", metavar="F", help="format of the trace, where its name does not tell")
     add("--ranks", metavar="G", type=int, required=True, help="ranks that hold experts")
     add("--spare", metavar="R", type=int, help="slots beyond the experts, over all ranks (default: 2 a rank)")
-    add("--nodes", metavar="M", type=int, default=1, help="nodes that the ranks are on; 1")
+    add("--nodes", metavar="M", type=int, default=1, help="nodes that the ranks are on, for the prices alone; 1")
     names = ", ".join([*POLICIES, OFFLINE])
     add(
         "--policy",
@@ -255,7 +255,8 @@ def _run(
 
 def _in_words(args: argparse.Namespace, trace: Trace, setup: Setup) -> dict[str, str]:
     steps_W, spare = trace.steps_W, setup.num_slots - setup.num_experts
-    nodes = f" on {setup.num_nodes} nodes" if setup.num_nodes > 1 else ""
+    # without groups that a router is limited to, nothing ties an expert to a node
+    nodes = f" on {setup.num_nodes} nodes (which change prices only)" if setup.num_nodes > 1 else ""
     kept = " (--quick: a part of them)" if args.quick else ""
     return {
         "trace": str(args.trace),

@@ -19,6 +19,7 @@ Floats = NDArray[np.float64]
 _BLUE, _RED, _GREEN, _PINK, _ORANGE, _SKY = COLOURS
 _LOOKS: dict[str, dict[str, Any]] = {
     "none": {"color": PALE, "ls": "-"},
+    "none+split": {"color": "#5a5a62", "ls": (0, (4, 1.5))},
     "eplb": {"color": _RED, "ls": "--"},
     "eplb-strong": {"color": _ORANGE, "ls": (0, (5, 1))},
     "even": {"color": _GREEN, "ls": "-"},

@@ -60,8 +60,9 @@ class Change(NamedTuple):
 class PolicyRun:
     """One policy along the trace; W the scored samples.
 
-    name, shares, free_slots: of the policy;  sees_future: the offline optimum only;  peak_WL: [W, L] rows of
-    the hottest rank;  bound_WL: [W, L] rows below which no placement gets it, under the same constraints;
+    name, shares, free_slots: of the policy;  sees_future: the offline optimum only, whose shares are "either"
+    where it may split: whichever is faster for a sample;  peak_WL: [W, L] rows of the hottest rank;
+    bound_WL: [W, L] rows below which no placement gets it, under the same constraints;
     time_WL: [W, L] seconds of a step;  moves_WL: [W, L] moves just before the sample;  plan_ms: of each
     update that changed something;  changes: by time;  spans: (layer's placements [L, S], first sample, number
     of samples), by time, empty for offline.
@@ -232,14 +233,15 @@ def _score_spans(
 
 
 def _offline(made: Replay, scored_WLE: Integers, progress: Progress | None) -> PolicyRun:
-    """The best sequence of placements: with the exact split where any policy has it, homes kept if fixed.
+    """The best sequence of placements, homes kept if fixed; each sample with the faster way of sharing, of even
+    shares and, where any policy has it, the exact split (which takes time to solve).
 
     The pool: placements of all policies that respect the homes, and some made for single samples.
     """
     setup, num_layers = made.setup, made.setup.num_layers
     exact = any(run.shares == "exact" for run in made.runs)
-    shares = "exact" if exact else "even"
-    usable = [run for run in made.runs if not (setup.fixed_homes and run.free_slots)]
+    ways = ("even", "exact") if exact else ("even",)
+    usable = [run for run in made.runs if _comparable(made, run)]
     peak_WL, time_WL = np.zeros(scored_WLE.shape[:2]), np.zeros(scored_WLE.shape[:2])
     moves_WL = np.zeros(scored_WLE.shape[:2], np.int64)
     for layer in range(num_layers):
@@ -247,7 +249,7 @@ def _offline(made: Replay, scored_WLE: Integers, progress: Progress | None) -> P
         pool_XS = distinct_placements(spans, made.start_LS[layer], _POOL)
         hindsight = _hindsight(scored_WLE[:, layer], setup) if exact else []
         pool_XS = np.stack([*pool_XS, *hindsight])
-        peak_WX, time_WX = _score_pool(scored_WLE[:, layer], pool_XS, setup, shares)
+        peak_WX, time_WX = _score_pool(scored_WLE[:, layer], pool_XS, setup, ways)
         move_XX = move_costs(pool_XS, setup.num_ranks, move_seconds(setup.cost, 1))
         path_W, cost = offline_optimum(pool_XS, time_WX * made.stands_W[:, None], move_XX, 0)
         w = np.arange(len(path_W))
@@ -255,7 +257,7 @@ def _offline(made: Replay, scored_WLE: Integers, progress: Progress | None) -> P
         slots_WS = pool_XS[np.concatenate([[0], path_W])]
         moves_WL[:, layer] = moved_slots(slots_WS[:-1], slots_WS[1:], setup.num_ranks)
         for run in usable:  # a pool has an end: nobody's own way is left out
-            if run.shares == shares and _layer_cost(made, run, layer) < cost:
+            if _layer_cost(made, run, layer) < cost:
                 cost = _layer_cost(made, run, layer)
                 peak_WL[:, layer], time_WL[:, layer] = run.peak_WL[:, layer], run.time_WL[:, layer]
                 moves_WL[:, layer] = run.moves_WL[:, layer]
@@ -263,11 +265,12 @@ def _offline(made: Replay, scored_WLE: Integers, progress: Progress | None) -> P
             progress(OFFLINE, layer + 1, num_layers)
     return PolicyRun(
         name=OFFLINE,
-        shares=shares,
+        shares="either" if exact else "even",
         free_slots=not setup.fixed_homes,
         sees_future=True,
         peak_WL=peak_WL,
-        bound_WL=peak_bounds(setup, scored_WLE, shares, free_slots=False),
+        # even shares are one of the splits
+        bound_WL=peak_bounds(setup, scored_WLE, ways[-1], free_slots=False),
         time_WL=time_WL,
         moves_WL=moves_WL,
     )
@@ -281,19 +284,29 @@ def _hindsight(scored_WE: Integers, setup: Setup) -> list[Integers]:
     return [fill_spare_slots(load_E, setup.home_slot_E, per_rank, setup.num_ranks) for load_E in loads]
 
 
-def _score_pool(scored_WE: Integers, pool_XS: Integers, setup: Setup, shares: str) -> tuple[Floats, Floats]:
-    """Peaks in rows and times in seconds of one layer, [W, X], under each placement of a pool."""
-    peak_WX, time_WX = np.zeros((len(scored_WE), len(pool_XS))), np.zeros((len(scored_WE), len(pool_XS)))
+def _score_pool(
+    scored_WE: Integers, pool_XS: Integers, setup: Setup, ways: Sequence[str]
+) -> tuple[Floats, Floats]:
+    """Peaks in rows and times in seconds of one layer, [W, X], under each placement of a pool: of the ways of
+    sharing the one that takes less time."""
+    num_scored = len(scored_WE)
+    peak_WX, time_WX = np.zeros((num_scored, len(pool_XS))), np.full((num_scored, len(pool_XS)), np.inf)
     for x, slots_S in enumerate(pool_XS):
-        found = rank_loads(scored_WE, np.tile(slots_S, (len(scored_WE), 1)), shares, setup.num_ranks)
         homes = setup.home_slot_E[None] if setup.fixed_homes else None
         replica_G = setup.cost.replica_bytes_LG(slots_S[None], setup.num_ranks, homes)
-        replica_WG = np.tile(replica_G, (len(scored_WE), 1))
-        peak_WX[:, x] = found.load_LG.max(axis=1)
-        time_WX[:, x] = layer_times(
-            setup, found.load_LG, found.active_LG, replica_WG, solved=shares == "exact"
-        )
+        replica_WG = np.tile(replica_G, (num_scored, 1))
+        for shares in ways:
+            found = rank_loads(scored_WE, np.tile(slots_S, (num_scored, 1)), shares, setup.num_ranks)
+            solved = shares == "exact"
+            time_W = layer_times(setup, found.load_LG, found.active_LG, replica_WG, solved=solved)
+            peak_WX[:, x] = np.where(time_W < time_WX[:, x], found.load_LG.max(axis=1), peak_WX[:, x])
+            time_WX[:, x] = np.minimum(time_W, time_WX[:, x])
     return peak_WX, time_WX
+
+
+def _comparable(made: Replay, run: PolicyRun) -> bool:
+    """Whether a run keeps the constraints of the offline optimum."""
+    return not (made.setup.fixed_homes and run.free_slots)
 
 
 def _layer_cost(made: Replay, run: PolicyRun, layer: int) -> float:
@@ -329,7 +342,8 @@ def figures(made: Replay, run: PolicyRun) -> dict[str, Any]:
     form over the first 20 scored samples and those behind;  moves, plans: in all;  plan_ms_median: of
     updates that changed something;  time_s: of all steps, by the cost model;  time_lost_s: over the floor
     that nobody gets below;  moves_s: what the moves are priced at;  regret_s: time and moves over those of
-    the offline optimum;  bytes_moved;  gap_to_bound: mean peak over its bound, less 1.
+    the offline optimum, 0 or more; not defined for a policy that moves homes which the optimum must keep;
+    bytes_moved;  gap_to_bound: mean peak over its bound, less 1.
     """
     mean_W, sum_W = balance_over_time(made, run)
     moves, cost = int(run.moves_WL.sum()), made.setup.cost
@@ -337,7 +351,7 @@ def figures(made: Replay, run: PolicyRun) -> dict[str, Any]:
     floor_s = float((made.floor_WL.sum(axis=1) * made.stands_W).sum())
     best = made.run(OFFLINE)
     regret = math.nan
-    if best is not None:
+    if best is not None and _comparable(made, run):
         layers = range(made.setup.num_layers)
         regret = sum(_layer_cost(made, run, i) - _layer_cost(made, best, i) for i in layers)
     row = {

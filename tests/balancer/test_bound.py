@@ -111,6 +111,43 @@ def test_bound_of_many_groups_is_below_the_best_way_of_grouping(per_node):
         assert (bound._large_groups(load_LX, 3) <= best_L * (1 + 1e-12)).all()
 
 
+def test_large_groups_are_bounded_by_the_mean_of_their_nodes_also_where_two_of_them_share_one():
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        load_LX = rng.integers(0, 9, (1, 8)).astype(float)
+        best = bound._best_grouping(load_LX, np.ones(4))[0]
+        rising_X = np.sort(load_LX[0])
+        means = [(rising_X[8 - n :].sum() + rising_X[:n].sum()) / n for n in range(1, 5)]
+        assert bound._large_groups(load_LX, 4)[0] == pytest.approx(max(means))
+        assert max(means) <= best * (1 + 1e-12)
+
+
+def test_even_shares_with_homes_may_have_an_expert_twice_on_a_rank():
+    # 3 of 9 each: the home at half speed takes 6, two slots at full speed 6 together
+    arguments = {"shares": "even", "home_slot_E": [1], "speed_G": [0.5, 1.0]}
+    assert peak_bound([[9.0]], 4, 2, **arguments)[0] == pytest.approx(6)
+    assert optimum(np.array([9.0]), 4, 2, "even", (0.5, 1.0), home_S=[-1, 0, -1, -1]) == pytest.approx(6)
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        load_E, speed_G = rng.lognormal(0, 1, 2), tuple(rng.uniform(0.2, 2, 2))
+        best = optimum(load_E, 6, 2, "even", speed_G, home_S=[0, -1, -1, 1, -1, -1])
+        lower = peak_bound(load_E[None], 6, 2, shares="even", home_slot_E=[0, 3], speed_G=speed_G)[0]
+        assert lower <= best * (1 + 1e-9)
+
+
+def test_experts_that_must_share_a_rank_do_so_on_the_fastest():
+    # 3 + 3 on the rank of speed 1.5, 3 on the other
+    assert peak_bound([[3, 3, 3, 0]], 4, 2, speed_G=[1, 1.5])[0] == pytest.approx(4)
+
+
+def test_a_replica_goes_to_the_home_expert_of_which_it_takes_most():
+    # half of 8 and half of 3 stay; a third of 8 and all of 3 would be more
+    home_E = [0, 1, 2, 4]
+    lower = peak_bound([[8, 3, 0, 0]], 6, 3, shares="even", home_slot_E=home_E)[0]
+    assert lower == pytest.approx(5.5)
+    assert optimum(np.array([8.0, 3, 0, 0]), 6, 3, "even", home_S=[0, 1, 2, -1, 3, -1]) == pytest.approx(5.5)
+
+
 def test_bound_is_tight_where_the_optimum_is_known():
     assert peak_bound([[6, 6, 6, 6]], 4, 4)[0] == 6
     assert peak_bound([[12, 0, 0, 0]], 8, 4)[0] == pytest.approx(3)  # spread over all ranks

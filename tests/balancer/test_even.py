@@ -208,6 +208,20 @@ def test_nothing_moves_where_no_change_pays():
     np.testing.assert_array_equal(even_repair([noisy], [1], current, 8, max_moves=0), current)
 
 
+@pytest.mark.parametrize("scale", [0.25, 4.0])
+def test_what_is_good_enough_does_not_depend_on_the_sum_of_the_weights(scale):
+    load_LE = np.random.default_rng(16).lognormal(0, 1, (4, 32))
+    current = even_placement(load_LE, 48, 8, effort="thorough")
+    near = load_LE * np.random.default_rng(17).lognormal(0, 0.05, load_LE.shape)
+    far = load_LE * np.random.default_rng(17).lognormal(0, 0.5, load_LE.shape)
+    over_L, far_L = (peaks(load, current, 8) * 8 / load.sum(axis=1) for load in (near, far))
+    assert over_L.min() > 1 and over_L.max() < 1.1 and far_L.min() > 1.12
+    assert (even_repair([near], [scale], current, 8) != current).any()
+    np.testing.assert_array_equal(even_repair([near], [scale], current, 8, tolerance=0.1), current)
+    changed = even_repair([far], [scale], current, 8, tolerance=0.1) != current
+    assert changed.any(axis=1).all()
+
+
 def test_a_repair_keeps_homes_and_nodes():
     rng = np.random.default_rng(14)
     home_E = np.arange(16) // 4 * 6 + np.arange(16) % 4

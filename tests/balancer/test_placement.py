@@ -438,3 +438,72 @@ def test_sizes_are_checked_before_the_first_sample(change, text):
 
 def test_the_examples_in_the_docstrings_hold():
     assert doctest.testmod(placement).failed == 0
+
+
+# ---- what a host may do -----------------------------------------------------------------------------------
+
+
+def test_a_gain_that_no_change_lets_last_is_taken_once_it_was_missed_for_its_price():
+    """The load jumps every sample, but expert 1 is hot in all: a gain believed for three, true for good."""
+    loads = [np.array([[100, 8000, 100, 4000]]), np.array([[4000, 8000, 100, 100]])]
+    missed_s = (8000 - 6100) * cost_of().row_s  # of one sample: expert 1 is on rank 0 only
+    state = placement_controller(config_of(2, 6)).init(1, 4, SMALL)._replace(change_L=np.full(1, 0.3))
+    config = config_of(2, 6, cost=cost_of(20 * missed_s), horizon_steps=500, tolerance=0.0)
+    plans, _, _ = run(config, [loads[w % 2] for w in range(100)], SMALL, state)
+    assert [move.expert for move in plans[0][1].moves] == [1] and "missed too long" in plans[0][1].reason
+    assert 18 <= plans[0][0] <= 26
+
+
+def test_a_shadow_that_saves_nothing_makes_room_for_another():
+    first, second = np.array([[100, 5000, 100, 4000]]), np.array([[5000, 100, 100, 4000]])
+    config = config_of(2, 6, cost=cost_of(3e-4), horizon_steps=60, tolerance=0.0, confidence=1 - 1e-15)
+    _, slots, state = run(config, [first] * 3, SMALL)
+    shadows = set()
+    init, update = placement_controller(config)
+    for w in range(3, 120):
+        plan, state = update(w, second, slots, state)
+        shadows.add(state.shadow_LS.tobytes())
+        if plan is not None:
+            slots = plan.slot_to_expert_LS
+    fresh = init(1, 4, slots)
+    for w in range(120):
+        plan, fresh = update(w, second, slots, fresh)
+        assert plan is None, "a controller without a past would still change the placement"
+
+
+def test_no_plan_is_made_while_one_waits_for_its_step():
+    config = config_of(2, 6, delay_steps=4, cost=cost_of(1e-6))
+    init, update = placement_controller(config)
+    slots, state, waiting = SMALL, init(1, 4, SMALL), None
+    made = []
+    for w, counts in enumerate([HOT] * 3 + [np.array([[41000, 100, 100, 100]])] * 9):
+        if waiting is not None and waiting.applies_at_step <= w:
+            check_plan(waiting, num_experts=4, current_LS=slots, step=w)
+            slots, waiting = waiting.slot_to_expert_LS, None
+        plan, state = update(w, counts, slots, state)
+        if plan is not None:
+            assert waiting is None
+            waiting = plan
+            made.append(w)
+    assert made and (len(made) == 1 or min(np.diff(made)) >= 4)
+
+
+def test_what_is_missed_counts_for_the_steps_between_samples_and_while_a_plan_is_new():
+    config = config_of(2, 6, cost=cost_of(1.0), horizon_steps=10**6, every_steps=1000, tolerance=0.0)
+    init, update = placement_controller(config)
+    state = init(1, 4, SMALL)._replace(
+        shadow_LS=np.array([[0, 1, 2, 2, 3, 1]]), planned_at=0, step=0, last_LE=HOT
+    )
+    missed = layer_peaks(SMALL, HOT, 2)[0, 0] - layer_peaks([[0, 1, 2, 2, 3, 1]], HOT, 2)[0, 0]
+    plan, state = update(7, HOT, SMALL, state)  # within every_steps, seven steps after the last sample
+    assert plan is None
+    assert state.account_L[0] == pytest.approx(7 * missed * config.cost.row_s)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [({"num_scenarios": 1}, "num_scenarios=1"), ({"every_steps": 900}, "horizon_steps=500")],
+)
+def test_settings_that_contradict_each_other_are_refused(given, words):
+    with pytest.raises(ValueError, match=words):
+        config_of(**given)

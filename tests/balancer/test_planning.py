@@ -392,3 +392,90 @@ def test_the_twins_plan_the_same():
 
 def test_the_examples_in_the_docstrings_hold():
     assert doctest.testmod(planning).failed == 0
+
+
+# ---- what a caller may do ---------------------------------------------------------------------------------
+
+
+def test_loads_in_any_memory_order_give_the_same_plan():
+    load = np.random.default_rng(5).lognormal(0, 1, (3, 8))
+    plain = plan_placement(load, num_ranks=4, num_slots=12)
+    for other in (np.asfortranarray(load), load.T.copy().T, load[:, np.arange(8)]):
+        again = plan_placement(other, num_ranks=4, num_slots=12, current_LS=np.asfortranarray(
+            plain.slot_to_expert_LS))  # fmt: skip
+        assert again.moves == ()
+        assert (
+            plan_placement(other, num_ranks=4, num_slots=12).slot_to_expert_LS == plain.slot_to_expert_LS
+        ).all()
+
+
+def test_a_present_placement_that_breaks_the_groups_is_refused_with_the_way_out():
+    load = [[9, 9, 9, 1, 1, 1, 1, 1]]
+    sizes = {"num_ranks": 4, "num_slots": 12, "num_nodes": 2, "num_groups": 2}
+    with pytest.raises(
+        ValueError, match=r"layer 0 has expert \d on nodes .* default_placement with num_nodes"
+    ):
+        plan_placement(load, **sizes, current_LS=default_placement(1, 8, 12, 4))
+    start = default_placement(1, 8, 12, 4, num_nodes=2, num_groups=2)
+    plan = plan_placement(load, **sizes, current_LS=start, fixed_homes=True)
+    node_S = np.arange(12) // 6
+    assert all(len(set(node_S[plan.slot_to_expert_LS[0] == e])) == 1 for e in range(8))
+    swapped = start.copy()
+    swapped[0, [0, 6]] = swapped[0, [6, 0]]  # expert 0 is alone on the other node, its group is not
+    if (start[0] == start[0, 0]).sum() == 1 and (start[0] == start[0, 6]).sum() == 1:
+        with pytest.raises(ValueError, match="on several nodes"):
+            plan_placement(load, **sizes, current_LS=swapped)
+
+
+@pytest.mark.parametrize("effort", ["fast", "robust"])
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"spread": -5}, "spread=-5"),
+        ({"beta": 7}, "beta=7"),
+        ({"num_scenarios": -3}, "num_scenarios=-3"),
+        ({"most_scores": -1}, "most_scores=-1"),
+        ({"seed": -1}, "seed=-1"),
+        ({"num_ranks": 2.0}, "num_ranks=2.0 must be an integer"),
+        ({"move_price": [0.1, 0.1]}, "price"),
+    ],
+)
+def test_every_option_is_checked_whatever_the_effort(effort, option, words):
+    with pytest.raises(ValueError, match=words):
+        plan_placement([[3, 1, 2, 1]], **({"num_ranks": 2, "num_slots": 6, "effort": effort} | option))
+
+
+def test_fast_prices_moves_layer_by_layer():
+    load = [[9, 1, 1, 1], [9, 1, 1, 1]]
+    start = [[0, 1, 2, 2, 3, 1]] * 2
+    plan = plan_placement(
+        load, num_ranks=2, num_slots=6, effort="fast", current_LS=start, move_price=[0.0, 1e9]
+    )
+    assert {move.layer for move in plan.moves} == {0}
+
+
+def test_a_history_in_percent_is_a_history_of_shares():
+    share = np.random.default_rng(0).dirichlet(np.ones(8), 1)[0]
+    history = np.tile(share, (12, 1, 1))
+    plans = [plan_placement(history * scale, num_ranks=4, num_slots=12) for scale in (1.0, 100.0, 8.0)]
+    reasons = {plan.reason for plan in plans}
+    assert len(reasons) == 1 and "is 0.0" in reasons.pop()
+
+
+def test_slots_that_serve_nothing_are_named():
+    plan = plan_placement([[3, 1]], num_ranks=2, num_slots=6)  # two experts on two ranks fill four slots
+    assert "2 slots serve nothing" in plan.reason
+    fast = plan_placement([[3, 1]], num_ranks=2, num_slots=6, effort="fast")
+    assert "2 slots serve nothing" in fast.reason
+
+
+def test_layers_without_load_count_in_no_figure():
+    alone = plan_placement([[9, 1, 1, 1]], num_ranks=2, num_slots=6)
+    beside = plan_placement([[9, 1, 1, 1], [0, 0, 0, 0]], num_ranks=2, num_slots=6)
+    assert "first placement: the fullest rank is" in alone.reason and "0.00 %" in beside.reason
+    assert "no layer has any load" in plan_placement([[0, 0, 0, 0]], num_ranks=2, num_slots=6).reason
+
+
+def test_speeds_that_differ_beyond_reason_end_all_the_same():
+    peak = layer_peaks([[0, 1, 2, 2, 3, 0]], [[5, 1, 2, 2]], 2, [1e-9, 1e9])
+    assert np.isfinite(peak).all()

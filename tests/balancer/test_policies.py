@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from balancer.cost import CostModel
+from balancer.even import even_repair
 from balancer.lplb import lplb_placement, partners
 from balancer.packing import rebalance_experts
 from balancer.plan import check_placement, home_slots
@@ -65,6 +66,14 @@ def test_none_changes_nothing():
     assert decided == Decision(start_LS, "") and decided.slots_LS is start_LS
 
 
+def test_none_with_the_split_changes_nothing_either_and_shares_exactly():
+    made, one = setup(), policy("none+split")
+    start_LS = start_placement(made)
+    decided, _ = one.update(1, loads(), start_LS, one.init(made, start_LS))
+    assert decided.slots_LS is start_LS and not decided.reason
+    assert (one.shares, policy("none").shares) == ("exact", "even") and not one.free_slots
+
+
 @pytest.mark.parametrize("name", BY_THE_CLOCK)
 def test_a_policy_plans_at_once_and_then_every_so_many_steps(name):
     made, one = setup(), policy(name)
@@ -123,6 +132,30 @@ def test_even_takes_few_samples_and_says_why_it_changes():
     for step in range(1, 101, 10):
         decided, state = one.update(step, loads(3), start_LS, state)
     assert len(state.samples) == 4 and "last 4 samples, up to step 91" in decided.reason
+
+
+def test_even_plans_on_all_of_its_samples_alike():
+    made, one = setup(), policy("even")
+    start_LS = start_placement(made)
+    samples = np.stack([loads(seed) for seed in range(4)])
+    state = one.init(made, start_LS)
+    for step, counts_LE in enumerate(samples):
+        decided, state = one.update(step, counts_LE, start_LS, state)
+    homes, ranks = made.home_slot_E, made.num_ranks
+
+    def repaired(weight_K):
+        return even_repair(samples, weight_K, start_LS, ranks, home_slot_E=homes, move_price=0.01)
+
+    assert np.array_equal(decided.slots_LS, repaired([1 / 4] * 4))
+    for alone in np.eye(4):
+        assert not np.array_equal(decided.slots_LS, repaired(alone))
+
+
+def test_the_controller_of_split_is_told_all_of_the_setup():
+    made = setup(num_nodes=2, sample_steps=7, fixed_homes=False, seed=5)
+    config = policy("split").init(made, start_placement(made)).config
+    for name in ("num_ranks", "num_slots", "num_nodes", "sample_steps", "fixed_homes", "seed", "cost"):
+        assert getattr(config, name) == getattr(made, name), name
 
 
 # ---- the patterns ------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from balancer.synth import collapse_trace
 from balancer.trace import Trace, TraceWriter, load_trace, save_npz
 from experiments import replay_command
 from experiments.replay_command import chosen_policies, demo_main, main, quick
-from experiments.replay_page import number, percent, reasons, text_table, verdicts
+from experiments.replay_page import number, percent, reasons, table_cells, table_head, text_table, verdicts
 from experiments.replay_plots import PLOTS
 from experiments.replay_run import Change, PolicyRun, figures, replay
 
@@ -133,6 +133,45 @@ def test_a_policy_that_is_faster_than_ours_is_called_so(trace):
         assert verdicts(made, rows)[2].startswith(words)
 
 
+def said_of(trace, names, *more, offline=False):
+    """The verdicts of a replay on 4 ranks, and its rows by name."""
+    args = replay_command.parser().parse_args(["t", "--ranks", "4", *more])
+    made = replay(
+        trace, [policy(name) for name in names], replay_command.chosen_setup(args, trace), offline=offline
+    )
+    rows = [figures(made, run) for run in made.runs]
+    return verdicts(made, rows), {row["policy"]: row for row in rows}
+
+
+def test_what_the_split_gains_is_told_apart_from_what_planning_gains(trace):
+    said, rows = said_of(trace, ["none", "none+split", "split"])
+    split, none = rows["none+split"], rows["none"]
+    assert f"instead of {percent(none['balancedness_sum'])}" in said[0]
+    alone = f"{percent(split['balancedness_sum'])}, {none['time_s'] / split['time_s']:.2f} times"
+    assert f"(none+split, the exact split alone: {alone})" in said[0]
+    assert len(said) == 2  # nothing that stands still is a contender
+    assert "none+split" not in " ".join(said_of(trace, ["none", "split"])[0])
+
+
+def test_a_policy_that_moves_homes_has_no_regret_where_they_are_fixed(trace):
+    said, rows = said_of(trace, ["eplb"], offline=True)
+    assert rows["eplb"]["regret_s"] is None
+    assert "homes kept, knowing the future" in said[-1] and "% longer" not in said[-1]
+    assert "eplb moved homes, so its time is not compared" in said[-1]
+    cells = dict(zip(table_head(), table_cells([rows["eplb"]])[0]))
+    assert cells["regret s"] == "-"
+    said, rows = said_of(trace, ["eplb"], "--homes", "free", offline=True)
+    assert rows["eplb"]["regret_s"] >= 0 and "eplb takes" in said[-1] and "homes kept" not in said[-1]
+
+
+def test_nodes_are_said_to_change_prices_only(path, capsys):
+    argv = ["--ranks", "4", "--policy", "none"]
+    assert main([str(path), *argv, "--nodes", "2"]) == 0
+    assert "4 ranks on 2 nodes (which change prices only)" in capsys.readouterr().out
+    assert main([str(path), *argv]) == 0
+    assert "nodes" not in capsys.readouterr().out
+
+
 def test_idle_layers_are_told_and_nothing_is_printed_as_nan(trace, path):
     counts_WLE = trace.tokens_per_expert_WLE.copy()
     counts_WLE[4:, 1] = 0
@@ -239,7 +278,8 @@ def test_existing_outputs_are_refused_before_any_work_and_overwritten_by_force(p
 def test_all_policies_run_where_none_is_named():
     policies, offline = chosen_policies(None)
     assert [one.name for one in policies] == list(POLICIES) and offline
-    assert list(POLICIES) == ["none", "eplb", "eplb-strong", "even", "split", "lplb-ring", "lplb-cube"]
+    known = ["none", "none+split", "eplb", "eplb-strong", "even", "split", "lplb-ring", "lplb-cube"]
+    assert list(POLICIES) == known
 
 
 # ---- the demo ----------------------------------------------------------------------------------------------
