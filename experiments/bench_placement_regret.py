@@ -33,7 +33,7 @@ from experiments.bench_placement_parts import (
     peaks_of,
     walk,
 )
-from experiments.bench_placement_trace import PRICE, RANKS, config_of, setup_of
+from experiments.bench_placement_trace import RANKS, config_of, setup_of
 from experiments.forecast_plots_parts import grid, look, png
 
 LAST = "last load alone"
@@ -46,6 +46,8 @@ CONTENDERS: dict[str, dict[str, Any]] = {
 KINDS: dict[str, dict[str, Any]] = {"drift": {"sd": 0.1, "spread": 1.5}, "rotation": {"spread": 1.5}}
 # of the regret of planning on the last load alone
 TARGET = 0.25
+# price of a move, in steps of one balanced layer: some fetches of an expert, as training has it
+PRICE = 0.05
 EVERY_STEPS = 100
 
 

@@ -42,16 +42,32 @@ def parser() -> argparse.ArgumentParser:
     add("--format", metavar="F", help="format of the trace, where its name does not tell")
     add("--ranks", metavar="G", type=int, required=True, help="ranks that hold experts")
     add("--spare", metavar="R", type=int, help="slots beyond the experts, over all ranks (default: 2 a rank)")
-    add("--nodes", metavar="M", type=int, default=1, help="nodes that the ranks are on; 1")
     add(
-        "--groups", metavar="N", type=int, default=0, help="groups of experts that stay on one node; 0 = none"
+        "--nodes",
+        metavar="M",
+        type=int,
+        default=1,
+        help="nodes that the ranks are on; they bind only with --groups; 1",
     )
-    add("--homes", choices=("fixed", "free"), default="fixed", help="fixed, as training needs it, or free")
+    add(
+        "--groups",
+        metavar="N",
+        type=int,
+        default=0,
+        help="groups of experts that stay on one node, a multiple of the nodes; 0 = experts go anywhere",
+    )
+    add(
+        "--homes",
+        choices=("fixed", "free"),
+        default="fixed",
+        help="fixed, as training needs it: the first slots of every rank keep its own experts, in order; or "
+        "free; fixed",
+    )
     add(
         "--effort",
         choices=EFFORTS,
         default="robust",
-        help="robust and repair: exact split; fast: even shares; robust",
+        help="robust and repair: exact split; fast: even shares, the newest sample only; robust",
     )
     add("--current", metavar="PLAN", help="JSON of the plan in force (default: none yet)")
     add("--samples", metavar="N", type=int, default=_SAMPLES, help=f"last samples looked at; {_SAMPLES}")
@@ -74,22 +90,24 @@ def main(argv: Sequence[str]) -> int:
     if args.samples < 1:
         raise ValueError(f"--samples {args.samples} must be 1 or more")
     out = Path(args.json) if args.json else None
-    if out is not None and out.exists() and not args.force:
-        raise ValueError(f"{out} is there already; choose another name, or --force")
+    _check_free(out, args.force)
     current = read_plan(args.current) if args.current else None
     trace = load_trace(args.trace, **({"format": args.format} if args.format else {}))
     counts_WLE = np.asarray(trace.tokens_per_expert_WLE[-args.samples :])
     num_experts = counts_WLE.shape[2]
     num_slots = chosen_slots(num_experts, args.ranks, args.spare)
+    if current is not None:
+        _check_current(args.current, current, args.ranks, num_slots, num_experts)
+    seen_WLE = counts_WLE[-1:] if args.effort == "fast" else counts_WLE
     started = time.perf_counter()
     plan = plan_placement(
-        counts_WLE if args.effort != "fast" else counts_WLE[-1],
+        seen_WLE,
         num_ranks=args.ranks, num_slots=num_slots, num_nodes=args.nodes, num_groups=args.groups,
         current_LS=None if current is None else current.slot_to_expert_LS,
         fixed_homes=args.homes == "fixed", effort=args.effort, move_price=args.move_price, seed=args.seed,
     )  # fmt: skip
     took_s = time.perf_counter() - started
-    print(f"{args.trace}: {len(counts_WLE)} samples up to step {int(trace.steps_W[-1])}")
+    print(f"{args.trace}: {_samples(len(seen_WLE), args.effort)}, up to step {int(trace.steps_W[-1])}")
     print(f"{args.ranks} ranks, {num_slots} slots for {num_experts} experts, homes {args.homes}")
     print(f"planned in {1e3 * took_s:.0f} ms (compiling or loading the kernels included)\n")
     print(textwrap.fill(f"{args.effort}: {plan.reason}", 108) + "\n")
@@ -131,6 +149,39 @@ def read_plan(path: str) -> Plan:
         raise ValueError(f"--current {path}: {error}") from None
 
 
+def _check_free(out: Path | None, force: bool) -> None:
+    """Raise ValueError for an output that is in the way, before any work is done."""
+    if out is None:
+        return
+    if out.is_dir():
+        raise ValueError(f"--json {out} is a folder; name a file")
+    if out.exists() and not force:
+        raise ValueError(f"{out} is there already; choose another name, or --force")
+
+
+def _check_current(path: str, current: Plan, num_ranks: int, num_slots: int, num_experts: int) -> None:
+    """Raise ValueError for a plan in force that is for other ranks or slots than those asked for."""
+    if current.num_ranks != num_ranks:
+        raise ValueError(
+            f"--current {path} is a plan for {current.num_ranks} ranks, --ranks says {num_ranks}; give "
+            f"--ranks {current.num_ranks}, or leave out --current to place the experts anew"
+        )
+    slots = int(current.slot_to_expert_LS.shape[1])
+    if slots != num_slots:
+        fits = f"give --spare {slots - num_experts}, or " if slots >= num_experts else ""
+        raise ValueError(
+            f"--current {path} is a plan for {slots} slots, asked for are {num_slots} ({num_experts} experts "
+            f"and {num_slots - num_experts} spare); {fits}leave out --current to place the experts anew"
+        )
+
+
+def _samples(number: int, effort: str) -> str:
+    """How many samples a plan was made on, in words."""
+    if effort == "fast":
+        return "the newest sample alone (--effort fast looks at no other)"
+    return f"{number} sample{'' if number == 1 else 's'}"
+
+
 def described(plan: Plan, current: Plan | None, load_LE: np.ndarray, *, shares: str) -> str:
     """A table: how busy the ranks are on the last load, before and after, and what it takes."""
     num_layers, num_experts = load_LE.shape
@@ -144,23 +195,35 @@ def described(plan: Plan, current: Plan | None, load_LE: np.ndarray, *, shares: 
     before_L, after_L = (
         busy(slots, load_LE, plan.num_ranks, shares) for slots in (before_LS, plan.slot_to_expert_LS)
     )
+    gap_L = np.where(plan.bound_L > 0, plan.gap_L, np.nan)  # no load is expected: no gap either
     moves_L = np.bincount([move.layer for move in plan.moves], minlength=num_layers)
-    order = np.argsort(-(after_L - before_L), kind="stable")[:_SHOWN]
+    order = np.argsort(-(after_L - before_L), kind="stable")[:_SHOWN]  # layers without load last
     lines = [f"{'layer':>7} {word + ' %':>9} {'plan %':>8} {'moves':>7} {'above bound %':>14}"]
     lines += [
-        f"{layer:>7} {100 * before_L[layer]:>9.2f} {100 * after_L[layer]:>8.2f} "
-        f"{moves_L[layer] if current else '-':>7} {100 * plan.gap_L[layer]:>14.3f}"
+        f"{layer:>7} {_percent(float(before_L[layer]), 2):>9} {_percent(float(after_L[layer]), 2):>8} "
+        f"{moves_L[layer] if current else '-':>7} {_percent(float(gap_L[layer]), 3):>14}"
         for layer in order.tolist()
     ]
     if num_layers > _SHOWN:
         lines.append(f"{'... ' + str(num_layers - _SHOWN) + ' more':>16}")
-    mean = f"{'mean':>7} {100 * np.nanmean(before_L):>9.2f} {100 * np.nanmean(after_L):>8.2f} "
-    lines.append(mean + f"{len(plan.moves) if current else '-':>7} {100 * plan.gap_L.mean():>14.3f}")
+    mean = f"{'mean':>7} {_percent(_mean(before_L), 2):>9} {_percent(_mean(after_L), 2):>8} "
+    lines.append(mean + f"{len(plan.moves) if current else '-':>7} {_percent(_mean(gap_L), 3):>14}")
     lines.append(
         "% = mean over fullest rank on the last load; above bound: by how much the fullest rank of the\n"
-        "expected load exceeds what no placement can be below"
+        "expected load exceeds what no placement can be below; - = no load, left out of the means"
     )
     return "\n".join(lines)
+
+
+def _percent(share: float, digits: int) -> str:
+    """In per cent, "-" for NaN."""
+    return "-" if np.isnan(share) else f"{100 * share:.{digits}f}"
+
+
+def _mean(value_L: np.ndarray) -> float:
+    """The mean over the layers where it is defined, NaN without any."""
+    known = value_L[~np.isnan(value_L)]
+    return float(known.mean()) if len(known) else float("nan")
 
 
 def busy(slots_LS: np.ndarray, load_LE: np.ndarray, num_ranks: int, shares: str) -> np.ndarray:

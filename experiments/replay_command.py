@@ -94,7 +94,13 @@ def parser() -> argparse.ArgumentParser:
     add("--format", metavar="F", help="format of the trace, where its name does not tell")
     add("--ranks", metavar="G", type=int, required=True, help="ranks that hold experts")
     add("--spare", metavar="R", type=int, help="slots beyond the experts, over all ranks (default: 2 a rank)")
-    add("--nodes", metavar="M", type=int, default=1, help="nodes that the ranks are on, for the prices alone; 1")
+    add(
+        "--nodes",
+        metavar="M",
+        type=int,
+        default=1,
+        help="nodes that the ranks are on, for the prices alone; 1",
+    )
     names = ", ".join([*POLICIES, OFFLINE])
     add(
         "--policy",

@@ -233,8 +233,8 @@ def _score_spans(
 
 
 def _offline(made: Replay, scored_WLE: Integers, progress: Progress | None) -> PolicyRun:
-    """The best sequence of placements, homes kept if fixed; each sample with the faster way of sharing, of even
-    shares and, where any policy has it, the exact split (which takes time to solve).
+    """The best sequence of placements, homes kept if fixed; each sample with the faster way of sharing: even
+    shares or, where any policy has it, the exact split (which takes time to solve).
 
     The pool: placements of all policies that respect the homes, and some made for single samples.
     """

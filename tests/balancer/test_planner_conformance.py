@@ -195,13 +195,13 @@ def test_odd_loads_give_a_valid_placement(name, kind):
     if planner.present:
         idle_L = ~load.any(axis=1)
         assert (slots[idle_L] == current[idle_L]).all()
-    if kind == "one-hot" and planner.distinct and name != "policy_none":
+    if kind == "one-hot" and planner.distinct and not name.startswith("policy_none"):
         held_LG = (slots.reshape(3, ranks, -1) == 2).any(axis=2)
         # planners that change one slot at a time stop where the last rank has no replica to give up
         assert (held_LG.sum(axis=1) >= (ranks - 1 if planner.present else ranks)).all()
 
 
-@pytest.mark.parametrize("name", [name for name in PLANNERS if name != "policy_none"])  # it looks at nothing
+@pytest.mark.parametrize("name", [name for name in PLANNERS if "none" not in name])  # these look at nothing
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, -1.0])
 def test_entries_that_are_no_load_are_refused(name, value):
     load, current, ranks = case(5)

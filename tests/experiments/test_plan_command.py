@@ -68,6 +68,7 @@ def test_other_efforts(trace, tmp_path, capsys, effort):
         (["--ranks", "4", "--effort", "repair"], "needs current_LS"),
         (["--ranks", "4", "--move-price", "-1"], "price"),
         (["--ranks", "4", "--current", "nowhere.json"], "--current nowhere.json"),
+        (["--ranks", "4", "--json", ".", "--force"], r"--json \. is a folder; name a file"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_a_remedy(trace, arguments, words):
@@ -86,6 +87,68 @@ def test_files_are_not_overwritten_unless_asked(trace, tmp_path):
     assert out.read_text() == "mine"
     main([str(trace), "--ranks", "4", "--json", str(out), "--force"])
     assert plan_from_dict(json.loads(out.read_text())).num_ranks == 4
+
+
+def test_an_output_in_the_way_is_refused_before_any_work(tmp_path):
+    missing = str(tmp_path / "no trace.npz")
+    (tmp_path / "plan.json").write_text("mine")
+    for out, more in ((tmp_path, ["--force"]), (tmp_path, []), (tmp_path / "plan.json", [])):
+        with pytest.raises(ValueError, match=r"is a folder; name a file|is there already"):
+            main([missing, "--ranks", "4", "--json", str(out), *more])
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (["--ranks", "2", "--spare", "4"], "a plan for 4 ranks, --ranks says 2; give --ranks 4, or"),
+        (
+            ["--ranks", "4"],
+            r"a plan for 12 slots, asked for are 16 \(8 experts and 8 spare\); give --spare 4",
+        ),
+    ],
+)
+def test_a_plan_in_force_for_other_ranks_or_slots_is_refused(trace, tmp_path, asked, words):
+    first = tmp_path / "1.json"
+    main([str(trace), "--ranks", "4", "--spare", "4", "--homes", "free", "--json", str(first)])
+    with pytest.raises(ValueError, match=words):
+        main([str(trace), *asked, "--homes", "free", "--current", str(first)])
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("effort", ["robust", "fast"])
+@pytest.mark.parametrize("idle", ["some", "all"])
+def test_layers_without_load_are_dashes_and_left_out_of_the_means(tmp_path, capsys, idle, effort):
+    counts_WLE = np.zeros((9, 3, 8), np.int64)
+    if idle == "some":
+        counts_WLE[:, 1] = [4000, *[500] * 7]
+    save_npz(tmp_path / "t.npz", Trace(tokens_per_expert_WLE=counts_WLE, steps_W=np.arange(9), meta={}))
+    assert main([str(tmp_path / "t.npz"), "--ranks", "4", "--effort", effort]) == 0
+    said = capsys.readouterr().out
+    assert "nan" not in said.split("step 8", 1)[1]
+    table = {cells[0]: cells[1:] for cells in map(str.split, said.splitlines()) if len(cells) == 5}
+    assert table["0"] == table["2"] == ["-"] * 4
+    assert table["mean"] == (table["1"] if idle == "some" else ["-"] * 4)
+    assert ("-" in table["1"][:2]) == (idle == "all")
+
+
+def test_a_fast_plan_says_that_it_looks_at_one_sample(trace, capsys):
+    for effort, words in (
+        ("fast", "the newest sample alone (--effort fast"),
+        ("robust", "12 samples, up to"),
+    ):
+        main([str(trace), "--ranks", "4", "--effort", effort])
+        assert words in capsys.readouterr().out
+    main([str(trace), "--ranks", "4", "--samples", "1"])
+    assert ": 1 sample, up to step 110" in capsys.readouterr().out
+
+
+def test_the_help_says_when_nodes_count_and_where_homes_are(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")  # lines are broken at hyphens too
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "nodes that the ranks are on; they bind only with --groups" in said
+    assert "the first slots of every rank keep its own experts, in order" in said
 
 
 def test_a_plan_file_that_is_none_is_refused_by_name(trace, tmp_path):

@@ -167,23 +167,27 @@ def test_times_are_those_computed_by_hand():
     assert alone.runs[0].time_WL.item() == pytest.approx(8.5)
 
 
-@pytest.mark.parametrize(("start_S", "seconds"), [([0, -1, 1, -1], 8.5), ([0, 1, 1, -1], 8.5 + 0.5 + 4)])
-def test_the_offline_optimum_pays_for_replicas_and_for_the_split(monkeypatch, start_S, seconds):
+@pytest.mark.parametrize(
+    ("counts_E", "start_S", "even_s", "exact_s"),
+    [
+        ([8, 0], [0, -1, 1, -1], 8.5, 8.5 + 0.25),  # nothing to split: solving is for nothing
+        ([8, 2], [0, 1, 1, -1], 9 + 2 * 0.5 + 4, 8 + 0.5 + 4 + 0.25),  # half of the 2 rows join the 8
+    ],
+)
+def test_the_offline_optimum_takes_the_faster_way_of_sharing_at_its_price(
+    monkeypatch, counts_E, start_S, even_s, exact_s
+):
     monkeypatch.setattr(replay_run, "_POOL", 1)
     monkeypatch.setattr(replay_run, "_HINDSIGHT", 0)
-    # expert 1 has no rows on rank 1 but is fetched all the same where the split takes them off it
-    monkeypatch.setattr(replay_run, "_layer_cost", lambda *a: math.inf)  # its own pool, nobody's way
-    counts_WLE = np.array([[[8, 0]], [[8, 0]]]) if start_S[1] < 0 else np.array([[[8, 2]], [[8, 2]]])
-    names = [policy("none"), policy("none+split")]
-    made = replay(trace_of(counts_WLE, 1), names, TWO, np.array([start_S]), offline=True)
-    ways = [made.run(name).time_WL.item() for name in ("none", "none+split")]
-    assert made.run("offline").time_WL.item() == pytest.approx(min(ways))
-    assert made.run("none+split").time_WL.item() >= made.run("none").peak_WL.item() + 0.25
-    if start_S[1] < 0:
-        assert min(ways) == pytest.approx(seconds) and max(ways) == pytest.approx(seconds + 0.25)
-    else:
-        # even: 9 rows in 2 slots of rank 0; exact: 8 in one
-        assert ways == pytest.approx([9 + 2 * 0.5 + 4, 8 + 0.5 + 4 + 0.25])
+    policies = [policy("none"), policy("none+split")]
+    made = replay(trace_of([[counts_E]] * 2, 1), policies, TWO, np.array([start_S]), offline=True)
+    assert [run.time_WL.item() for run in made.runs[:2]] == pytest.approx([even_s, exact_s])
+    # by its own pool, as nobody's way is allowed to stand in for it
+    monkeypatch.setattr(replay_run, "_layer_cost", lambda *a: math.inf)
+    alone = replay(trace_of([[counts_E]] * 2, 1), policies, TWO, np.array([start_S]), offline=True)
+    for best in (made.runs[2], alone.runs[2]):
+        assert best.time_WL.item() == pytest.approx(min(even_s, exact_s))
+        assert best.peak_WL.item() == 8
 
 
 def random_setup(rng):
