@@ -8,9 +8,9 @@ makes the most of whatever is placed). A sample goes
 
 A layer changes for one of two reasons. Either the gain is clear: over scenarios that the search did not see,
 the mean gain less its own error (the lower bound of confidence `confidence`), for as long as the plan is
-taken to last, is more than what the moves cost. Or it has been missed for long enough: where a placement
-would pay but is not sure to, what it would have saved on the loads that really came is added up, and once
-that account is as much as the moves (times `theta`) they are made: ski rental.
+taken to last, is more than what the moves cost, by `margin`. Or it has been missed for long enough: where a
+placement would pay but is not sure to, what it would have saved on the loads that really came is added up,
+and once that account is as much as the moves (times `theta`) they are made: ski rental.
 
 A gain lasts until the load has changed: with a change (total variation) of c a sample, 1/c samples, at most
 `horizon_steps`; where a bias loop pulls the load to uniform by `decay` a step, (1 - decay)^h of it is left
@@ -254,7 +254,7 @@ def _decide(
     gain_KL = before_KL - layer_times(better_LS, judge_KLE, limits, fetch_L, config.compiled)
     sure_L = _lower(gain_KL, config.confidence) * worth_L
     cost_L = config.cost.move_s(moved_L)
-    clear_L = live_L & (moved_L > 0) & (sure_L > cost_L)
+    clear_L = live_L & (moved_L > 0) & (sure_L > (1.0 + config.margin) * cost_L)
     # the account is that of the shadow placement: it decides whether that one is taken
     shadow_moved_L = moved_slots(slots, state.shadow_LS, config.num_ranks)
     shadow_cost_L = config.cost.move_s(shadow_moved_L)

@@ -38,6 +38,10 @@ class PlacementConfig:
     tail: float = field(default=0.1, metadata={"help": "share of the scenarios that are the worst"})
     tolerance: float = field(default=1e-3, metadata={"help": "a layer this near to even is left alone"})
     confidence: float = field(default=0.9, metadata={"help": "that a gain is one, in (0.5, 1)"})
+    margin: float = field(
+        default=0.25,
+        metadata={"help": "by how much a sure gain must be more than its cost, as a share of it"},
+    )
     theta: float = field(default=1.0, metadata={"help": "missed gain over cost at which moves are made"})
     decay: float = field(
         default=0.0, metadata={"help": "share of an imbalance that a bias loop takes away a step"}
@@ -67,6 +71,8 @@ class PlacementConfig:
             raise ValueError(f"confidence={self.confidence} must lie between 0.5 and 1; 0.9 is usual")
         if not (self.theta > 0 and math.isfinite(self.theta)):
             raise ValueError(f"theta={self.theta} must be above 0 and finite; 1 is ski rental's")
+        if not (self.margin >= 0 and math.isfinite(self.margin)):
+            raise ValueError(f"margin={self.margin} must be 0 or more and finite; 0.25 is a good value")
         if not 0 <= self.decay < 1:
             raise ValueError(f"decay={self.decay} must be 0 (no bias loop) or more and below 1")
         if not self.tolerance >= 0:

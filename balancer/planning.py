@@ -50,7 +50,7 @@ def plan_placement(
     effort: str = "robust",
     speed_G: Sequence[float] | Floats | None = None,
     most_experts_G: ArrayLike | None = None,
-    spread: float = 0.2,
+    spread: float = 0.15,
     move_price: ArrayLike = MOVE_PRICE,
     num_scenarios: int = 32,
     beta: float = 0.1,
@@ -126,7 +126,7 @@ def _check_options(
 ) -> None:
     """Raise ValueError for an option out of range, whether this effort looks at it or not."""
     if not 0 <= spread <= 3:
-        raise ValueError(f"spread={spread} must lie between 0 (the load is certain) and 3; 0.2 is usual")
+        raise ValueError(f"spread={spread} must lie between 0 (the load is certain) and 3; 0.15 is usual")
     if num_scenarios < 1 or most_scores < 0:
         raise ValueError(
             f"num_scenarios={num_scenarios} must be at least 1 (32 is a good value) and "
@@ -145,7 +145,6 @@ def _scenarios(history: Floats, spread: float, num_scenarios: int, seed: int) ->
     if len(history) == 1:
         rng = np.random.default_rng(seed)
         off_KLE = np.exp(spread * rng.standard_normal((2 * num_scenarios, *history.shape[1:])))
-        # every number that is drawn serves both ways: the mean of the logarithm stays
         return history[0], scenario_counts(history[0] * off_KLE)
     idle_L1: NDArray[np.bool_] = (history.max(axis=(0, 2)) == 0)[:, None]
     # shares are no counts: as one copy they would be all noise

@@ -39,7 +39,13 @@ RANKS = 8
 PRICES = (0.5, 1.05, 2.0)
 PRICE = 1.05
 # what the controller is given beside: more draws, judged by their mean, are slower and a little better
-CONFIG: dict[str, Any] = {"num_scenarios": 64, "beta": 0.0, "tolerance": 0.002, "confidence": 0.8}
+CONFIG: dict[str, Any] = {
+    "num_scenarios": 64,
+    "beta": 0.0,
+    "tolerance": 0.002,
+    "confidence": 0.8,
+    "margin": 0.0,
+}
 SEEDS = (0, 1, 2)
 OTHERS = ("none", "eplb", "eplb-strong", "even")
 # frontier of even shares: what a move must gain, as a share of a layer's time
