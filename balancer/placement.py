@@ -10,7 +10,7 @@ A layer changes for one of two reasons. Either the gain is clear: over scenarios
 the mean gain less its own error (the lower bound of confidence `confidence`), for as long as the plan is
 taken to last, is more than what the moves cost, by `margin`. Or it has been missed for long enough: where a
 placement would pay but is not sure to, what it would have saved on the loads that really came is added up,
-and once that account is as much as the moves (times `theta`) they are made: ski rental.
+and once that account, less its noise, is as much as the moves (times `theta`) they are made: ski rental.
 
 A gain lasts until the load has changed: with a change (total variation) of c a sample, 1/c samples, at most
 `horizon_steps`; where a bias loop pulls the load to uniform by `decay` a step, (1 - decay)^h of it is left
@@ -47,6 +47,8 @@ _LEAST_CHANGE = 1e-3
 _KNOWN = (0.2, 0.05)
 # float64 counts one by one up to here
 _MOST_COPIES = 2**53
+# slots up to which the best of all changes is looked for, fewer moves by a tenth; beyond, the first that pays
+_STEEPEST = 128
 # layers that a reason names
 _NAMED = 3
 
@@ -56,8 +58,9 @@ class PlacementState(NamedTuple):
 
     forecast, dispersion: states of theirs;  previous_LE: the sample before the last;  last_LE: the last one;
     change_L: total variation from sample to sample, smoothed, NaN = none yet;  shadow_LS: the better
-    placement that was not taken;  account_L: seconds that it would have saved since;  step: of the last
-    sample, -1 = none;  planned_at: step of the last plan, -1 = none;  version: of that plan.
+    placement that was not taken;  account_L: seconds that it would have saved since;  squares_L, counted_L:
+    squares of these savings, added up, and how many there are;  step: of the last sample, -1 = none;
+    planned_at: step of the last plan, -1 = none;  version: of that plan.
     """
 
     forecast: Any
@@ -67,6 +70,8 @@ class PlacementState(NamedTuple):
     change_L: Floats
     shadow_LS: Integers
     account_L: Floats
+    squares_L: Floats
+    counted_L: Floats
     step: int
     planned_at: int
     version: int
@@ -110,6 +115,8 @@ def placement_controller(config: PlacementConfig) -> Controller:
             change_L=np.full(num_layers, np.nan),
             shadow_LS=slots,
             account_L=np.zeros(num_layers),
+            squares_L=np.zeros(num_layers),
+            counted_L=np.zeros(num_layers),
             step=-1,
             planned_at=-1,
             version=0,
@@ -225,7 +232,18 @@ def _accounted(
         - layer_times(state.shadow_LS, loads, limits, fetch_L, config.compiled)
     )[0]
     missed_s_L = live_L * missed_L * _even_s(config, state.last_LE) * gap_steps
-    return state._replace(account_L=np.maximum(state.account_L + missed_s_L, 0.0))
+    return state._replace(
+        account_L=np.maximum(state.account_L + missed_s_L, 0.0),
+        squares_L=state.squares_L + missed_s_L**2,
+        counted_L=state.counted_L + live_L,
+    )
+
+
+def _sure_account(config: PlacementConfig, state: PlacementState) -> Floats:
+    """Lower confidence bound of the account: its sum less what the noise of its samples adds up to."""
+    spread_L = state.squares_L - state.account_L**2 / np.maximum(state.counted_L, 1.0)
+    noise_L = np.sqrt(np.maximum(spread_L, 0.0))
+    return state.account_L - NormalDist().inv_cdf(config.confidence) * noise_L
 
 
 # ---- the decision ----------------------------------------------------------------------------------------
@@ -246,7 +264,8 @@ def _decide(
     fetch_L = _fetch_price(config, state.last_LE)
     better_LS, _ = best_of(
         search_KLE, judge_KLE, slots, limits, price_L, config.beta, config.tail, config.most_scores,
-        config.compiled, anew=False, steepest=True, depth=config.depth, tolerance=config.tolerance,
+        config.compiled, anew=False, steepest=config.num_slots <= _STEEPEST, depth=config.depth,
+        tolerance=config.tolerance,
         weight_K=weight_K, fetch_price=fetch_L,
     )  # fmt: skip
     moved_L = moved_slots(slots, better_LS, config.num_ranks)
@@ -258,7 +277,12 @@ def _decide(
     # the account is that of the shadow placement: it decides whether that one is taken
     shadow_moved_L = moved_slots(slots, state.shadow_LS, config.num_ranks)
     shadow_cost_L = config.cost.move_s(shadow_moved_L)
-    missed_L = live_L & ~clear_L & (shadow_moved_L > 0) & (state.account_L >= config.theta * shadow_cost_L)
+    missed_L = (
+        live_L
+        & ~clear_L
+        & (shadow_moved_L > 0)
+        & (_sure_account(config, state) >= config.theta * shadow_cost_L)
+    )
     taken_LS = np.where(clear_L[:, None], better_LS, np.where(missed_L[:, None], state.shadow_LS, slots))
     changed_L = clear_L | missed_L
     # a plan is refused as a whole for what stands twice on a rank, in layers that stay too
@@ -330,12 +354,15 @@ def _shadow(
         return kept_LS
     search_KLE, weight_K, judge_KLE = scenarios
     even_s_L = np.maximum(_even_s(config, state.last_LE)[fresh_L], 1e-30)
-    price_L = config.cost.move_s(np.ones(int(fresh_L.sum()))) / (
-        even_s_L * _weighed(config, config.horizon_steps)
+    price_L = (
+        (1.0 + config.margin)
+        * config.cost.move_s(np.ones(int(fresh_L.sum())))
+        / (even_s_L * _weighed(config, config.horizon_steps))
     )
     kept_LS[fresh_L], _ = best_of(
         search_KLE[:, fresh_L], judge_KLE[:, fresh_L], slots[fresh_L], limits, price_L, config.beta,
-        config.tail, config.most_scores, config.compiled, anew=False, steepest=True, depth=config.depth,
+        config.tail, config.most_scores, config.compiled, anew=False,
+        steepest=config.num_slots <= _STEEPEST, depth=config.depth,
         tolerance=config.tolerance, weight_K=weight_K,
         fetch_price=_fetch_price(config, state.last_LE)[fresh_L],
     )  # fmt: skip
@@ -347,7 +374,12 @@ def _remembered(
 ) -> PlacementState:
     """The state with the shadow placement; its account begins anew where it is another one."""
     other_L = changed_L | (shadow_LS != state.shadow_LS).any(axis=1) | (shadow_LS == slots).all(axis=1)
-    return state._replace(shadow_LS=shadow_LS, account_L=np.where(other_L, 0.0, state.account_L))
+    return state._replace(
+        shadow_LS=shadow_LS,
+        account_L=np.where(other_L, 0.0, state.account_L),
+        squares_L=np.where(other_L, 0.0, state.squares_L),
+        counted_L=np.where(other_L, 0.0, state.counted_L),
+    )
 
 
 def _reason(
