@@ -17,64 +17,43 @@ A gain lasts until the load has changed: with a change (total variation) of c a 
 after h steps.
 """
 
-import math
 from collections.abc import Callable
-from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from balancer.candidates import Constraints, as_plan, best_of, constraints_of, layer_times
-from balancer.dispersion import DispersionState, current_dispersion, init_dispersion, update_dispersion
+from balancer.dispersion import current_dispersion, init_dispersion
 from balancer.forecast import forecaster
 from balancer.forecast_record import Forecast, checked_sample
-from balancer.metrics import moved_slots, total_variation
+from balancer.metrics import moved_slots
 from balancer.placement_checks import slot_table, without_doubles
 from balancer.placement_config import PlacementConfig
+from balancer.placement_state import (
+    PlacementState,
+    even_s,
+    fetch_price,
+    lasts,
+    lower_bound,
+    sure_account,
+    told,
+    weighed,
+    whole_counts,
+)
 from balancer.plan import Plan
 from balancer.scenarios import draw_scenarios
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-# how fast the change of the load is learnt, of the newest sample
-_CHANGE_GAIN = 0.3
-# a load that does not change at all still may tomorrow
-_LEAST_CHANGE = 1e-3
 # weight of the last load and of its trend among the scenarios of a search: a change that helps against what
 # was just seen too is taken before one that helps against a draw alone (a tenth fewer moves for the same)
 _KNOWN = (0.2, 0.05)
-# float64 counts one by one up to here
-_MOST_COPIES = 2**53
 # slots up to which the best of all changes is looked for, fewer moves by a tenth; beyond, the first that pays
 _STEEPEST = 128
 # layers that a reason names
 _NAMED = 3
-
-
-class PlacementState(NamedTuple):
-    """What the controller knows: arrays and numbers alone, so that it can be saved.
-
-    forecast, dispersion: states of theirs;  previous_LE: the sample before the last;  last_LE: the last one;
-    change_L: total variation from sample to sample, smoothed, NaN = none yet;  shadow_LS: the better
-    placement that was not taken;  account_L: seconds that it would have saved since;  squares_L, counted_L:
-    squares of these savings, added up, and how many there are;  step: of the last sample, -1 = none;
-    planned_at: step of the last plan, -1 = none;  version: of that plan.
-    """
-
-    forecast: Any
-    dispersion: DispersionState
-    previous_LE: Integers
-    last_LE: Integers
-    change_L: Floats
-    shadow_LS: Integers
-    account_L: Floats
-    squares_L: Floats
-    counted_L: Floats
-    step: int
-    planned_at: int
-    version: int
 
 
 class Controller(NamedTuple):
@@ -126,10 +105,12 @@ def placement_controller(config: PlacementConfig) -> Controller:
         step: int, tokens_per_expert_LE: ArrayLike, current_LS: ArrayLike, state: PlacementState
     ) -> tuple[Plan | None, PlacementState]:
         slots = slot_table("current_LS", current_LS)
-        counts = _whole(step, checked_sample(step, tokens_per_expert_LE, state.step, state.last_LE.shape))
+        counts = whole_counts(
+            step, checked_sample(step, tokens_per_expert_LE, state.step, state.last_LE.shape)
+        )
         limits = _limits(config, counts.shape, slots)
         gap_steps = config.sample_steps if state.step < 0 else step - state.step
-        state = _told(config, step, counts, state)
+        state = told(config, step, counts, state)
         if not counts.any():
             return None, state
         live_L: NDArray[np.bool_] = counts.max(axis=1) > 0
@@ -151,70 +132,10 @@ def _limits(config: PlacementConfig, shape_LE: tuple[int, ...], slots_LS: Intege
     )  # fmt: skip
 
 
-def _told(config: PlacementConfig, step: int, counts: Integers, state: PlacementState) -> PlacementState:
-    """The state after one more sample."""
-    seen_L = state.last_LE.any(axis=1) & counts.any(axis=1)
-    change_L = np.where(seen_L, total_variation(state.last_LE, counts), np.nan)
-    smooth_L = np.where(
-        np.isnan(state.change_L), change_L, state.change_L + _CHANGE_GAIN * (change_L - state.change_L)
-    )
-    live_L1 = counts.any(axis=1, keepdims=True)
-    return state._replace(
-        forecast=forecaster(config.forecaster).update(step, counts, state.forecast),
-        dispersion=update_dispersion(counts, state.dispersion),
-        previous_LE=np.where(live_L1, state.last_LE, state.previous_LE),
-        last_LE=np.where(live_L1, counts, state.last_LE),
-        change_L=np.where(np.isnan(change_L), state.change_L, smooth_L),
-        step=step,
-    )
-
-
-def _whole(step: int, counts_LE: Floats) -> Integers:
-    """The counts as int64; ValueError for shares, which would all be 0, and for too large sums."""
-    broken = counts_LE != np.floor(counts_LE)
-    if broken.any():
-        layer, expert = np.argwhere(broken)[0].tolist()
-        raise ValueError(
-            f"step {step}, layer {layer}, expert {expert}: {counts_LE[layer, expert]} is no whole number; "
-            "give counts of copies, not shares"
-        )
-    total_L = counts_LE.sum(axis=1)
-    if total_L.max() > _MOST_COPIES:
-        layer = int(total_L.argmax())
-        raise ValueError(
-            f"step {step}, layer {layer}: {total_L[layer]} copies are more than 2^53; give those of a step"
-        )
-    return counts_LE.astype(np.int64)
-
-
 def _due(config: PlacementConfig, step: int, state: PlacementState) -> bool:
     """Whether a plan may be made: the last one is in force, and old enough."""
     wait = max(config.every_steps, config.delay_steps)
     return state.planned_at < 0 or step - state.planned_at >= wait
-
-
-def _even_s(config: PlacementConfig, counts_LE: Integers) -> Floats:
-    """Seconds of a step that each layer takes at an even load."""
-    speed = config.num_ranks if config.speed_P is None else sum(config.speed_P)
-    return counts_LE.sum(axis=1) / speed * config.cost.row_s
-
-
-def _fetch_price(config: PlacementConfig, counts_LE: Integers) -> Floats:
-    """One more replica for the busiest port, as a share of each layer's time at an even load."""
-    return np.minimum(config.cost.fetch_s() / np.maximum(_even_s(config, counts_LE), 1e-30), 1e6)
-
-
-def _lasts(config: PlacementConfig, change_L: Floats) -> Floats:
-    """Steps that a gain is taken to last, each weighed by what is left of it."""
-    # a first sample says nothing: a plan made then is to be good for long, and not made again at once
-    change_L = np.where(np.isnan(change_L), _LEAST_CHANGE, np.maximum(change_L, _LEAST_CHANGE))
-    steps_L = np.clip(config.sample_steps / change_L, config.plan_steps, config.horizon_steps)
-    return _weighed(config, np.minimum(steps_L, config.horizon_steps))
-
-
-def _weighed(config: PlacementConfig, steps: Any) -> Any:
-    """Steps, each weighed by what the bias loop leaves of a gain by then."""
-    return steps if config.decay == 0 else (1.0 - (1.0 - config.decay) ** steps) / config.decay
 
 
 def _accounted(
@@ -226,24 +147,17 @@ def _accounted(
     gap_steps: int,
 ) -> PlacementState:
     """The account of what the shadow placement would have saved, with the last sample, where it has load."""
-    loads, fetch_L = state.last_LE[None], _fetch_price(config, state.last_LE)
+    loads, fetch_L = state.last_LE[None], fetch_price(config, state.last_LE)
     missed_L = (
         layer_times(slots, loads, limits, fetch_L, config.compiled)
         - layer_times(state.shadow_LS, loads, limits, fetch_L, config.compiled)
     )[0]
-    missed_s_L = live_L * missed_L * _even_s(config, state.last_LE) * gap_steps
+    missed_s_L = live_L * missed_L * even_s(config, state.last_LE) * gap_steps
     return state._replace(
         account_L=np.maximum(state.account_L + missed_s_L, 0.0),
         squares_L=state.squares_L + missed_s_L**2,
         counted_L=state.counted_L + live_L,
     )
-
-
-def _sure_account(config: PlacementConfig, state: PlacementState) -> Floats:
-    """Lower confidence bound of the account: its sum less what the noise of its samples adds up to."""
-    spread_L = state.squares_L - state.account_L**2 / np.maximum(state.counted_L, 1.0)
-    noise_L = np.sqrt(np.maximum(spread_L, 0.0))
-    return state.account_L - NormalDist().inv_cdf(config.confidence) * noise_L
 
 
 # ---- the decision ----------------------------------------------------------------------------------------
@@ -256,12 +170,12 @@ def _decide(
     state: PlacementState,
     live_L: NDArray[np.bool_],
 ) -> tuple[Plan | None, PlacementState]:
-    told = forecaster(config.forecaster).forecast(state.forecast)
-    search_KLE, weight_K, judge_KLE = _drawn(config, told, state)
-    even_s_L, lasts_L = _even_s(config, state.last_LE), _lasts(config, state.change_L)
+    foreseen = forecaster(config.forecaster).forecast(state.forecast)
+    search_KLE, weight_K, judge_KLE = _drawn(config, foreseen, state)
+    even_s_L, lasts_L = even_s(config, state.last_LE), lasts(config, state.change_L)
     worth_L = np.maximum(even_s_L * lasts_L, 1e-30)  # seconds of one unit of peak / even load
     price_L = config.cost.move_s(np.ones(len(slots))) / worth_L
-    fetch_L = _fetch_price(config, state.last_LE)
+    fetch_L = fetch_price(config, state.last_LE)
     better_LS, _ = best_of(
         search_KLE, judge_KLE, slots, limits, price_L, config.beta, config.tail, config.most_scores,
         config.compiled, anew=False, steepest=config.num_slots <= _STEEPEST, depth=config.depth,
@@ -271,7 +185,7 @@ def _decide(
     moved_L = moved_slots(slots, better_LS, config.num_ranks)
     before_KL = layer_times(slots, judge_KLE, limits, fetch_L, config.compiled)
     gain_KL = before_KL - layer_times(better_LS, judge_KLE, limits, fetch_L, config.compiled)
-    sure_L = _lower(gain_KL, config.confidence) * worth_L
+    sure_L = lower_bound(gain_KL, config.confidence) * worth_L
     cost_L = config.cost.move_s(moved_L)
     clear_L = live_L & (moved_L > 0) & (sure_L > (1.0 + config.margin) * cost_L)
     # the account is that of the shadow placement: it decides whether that one is taken
@@ -281,7 +195,7 @@ def _decide(
         live_L
         & ~clear_L
         & (shadow_moved_L > 0)
-        & (_sure_account(config, state) >= config.theta * shadow_cost_L)
+        & (sure_account(config, state) >= config.theta * shadow_cost_L)
     )
     taken_LS = np.where(clear_L[:, None], better_LS, np.where(missed_L[:, None], state.shadow_LS, slots))
     changed_L = clear_L | missed_L
@@ -306,19 +220,19 @@ def _decide(
 
 
 def _drawn(
-    config: PlacementConfig, told: Forecast, state: PlacementState
+    config: PlacementConfig, foreseen: Forecast, state: PlacementState
 ) -> tuple[Integers, Floats, Integers]:
     """Scenarios for the search with their weights, and others to judge by; without any drawn, the forecast
     for both."""
     # noise is that of a micro-batch: that is what is split
     copies_L = np.maximum(state.last_LE.sum(axis=1) // config.cost.micro_batches, 1)
     if config.num_scenarios == 0:
-        mean_KLE = np.rint(told.mean_HLE[:1] * copies_L[:, None]).astype(np.int64)
+        mean_KLE = np.rint(foreseen.mean_HLE[:1] * copies_L[:, None]).astype(np.int64)
         return mean_KLE, np.ones(1), mean_KLE
     has_previous = bool(state.previous_LE.any())
     drawn_KLE = draw_scenarios(
-        told, int(told.horizons_H[0]), copies=copies_L, seed=np.random.default_rng((config.seed, state.step)),
-        num_scenarios=2 * config.num_scenarios, phi=current_dispersion(state.dispersion),
+        foreseen, int(foreseen.horizons_H[0]), copies=copies_L,
+        seed=np.random.default_rng((config.seed, state.step)), num_scenarios=2 * config.num_scenarios, phi=current_dispersion(state.dispersion),
         last_LE=state.last_LE, previous_LE=state.previous_LE if has_previous else None,
     ).counts_KLE  # fmt: skip
     # the last load and its trend are for the search, the draws are shared out
@@ -328,12 +242,6 @@ def _drawn(
     weight_K = np.full(len(search_KLE), (1.0 - sum(_KNOWN[: len(known)])) / config.num_scenarios)
     weight_K[: len(known)] = _KNOWN[: len(known)]
     return search_KLE, weight_K, drawn_KLE[first + 1 :: 2]
-
-
-def _lower(gain_KL: Floats, confidence: float) -> Floats:
-    """Lower confidence bound of the mean gain [L]."""
-    error_L = gain_KL.std(axis=0, ddof=1 if len(gain_KL) > 1 else 0) / math.sqrt(len(gain_KL))
-    return gain_KL.mean(axis=0) - NormalDist().inv_cdf(confidence) * error_L
 
 
 def _shadow(
@@ -353,18 +261,18 @@ def _shadow(
     if not fresh_L.any():
         return kept_LS
     search_KLE, weight_K, judge_KLE = scenarios
-    even_s_L = np.maximum(_even_s(config, state.last_LE)[fresh_L], 1e-30)
+    even_s_L = np.maximum(even_s(config, state.last_LE)[fresh_L], 1e-30)
     price_L = (
         (1.0 + config.margin)
         * config.cost.move_s(np.ones(int(fresh_L.sum())))
-        / (even_s_L * _weighed(config, config.horizon_steps))
+        / (even_s_L * weighed(config, config.horizon_steps))
     )
     kept_LS[fresh_L], _ = best_of(
         search_KLE[:, fresh_L], judge_KLE[:, fresh_L], slots[fresh_L], limits, price_L, config.beta,
         config.tail, config.most_scores, config.compiled, anew=False,
         steepest=config.num_slots <= _STEEPEST, depth=config.depth,
         tolerance=config.tolerance, weight_K=weight_K,
-        fetch_price=_fetch_price(config, state.last_LE)[fresh_L],
+        fetch_price=fetch_price(config, state.last_LE)[fresh_L],
     )  # fmt: skip
     return kept_LS
 

@@ -44,7 +44,6 @@ CONFIG: dict[str, Any] = {
     "beta": 0.0,
     "tolerance": 0.002,
     "confidence": 0.8,
-    "margin": 0.0,
 }
 SEEDS = (0, 1, 2)
 OTHERS = ("none", "eplb", "eplb-strong", "even")
@@ -235,6 +234,7 @@ def _frontier(ax: Any, rows: list[dict[str, Any]]) -> None:
             points = [(value[case, n, "moves"], 100 * (1 - value[case, n, "balancedness"])) for n in group]
             if not points:
                 continue
+            points = sorted(points) if group is mine else points
             style = {**look(i), "marker": "o", "ms": 5} if group is mine else {"color": look(i)["color"]}
             label = f"{case}: ours, by price of a move" if group is mine else f"{case}: policies"
             ax.plot(*zip(*points), **({"ls": "", "marker": "s", "ms": 5} | style), label=label)
