@@ -232,8 +232,9 @@ def _drawn(
     has_previous = bool(state.previous_LE.any())
     drawn_KLE = draw_scenarios(
         foreseen, int(foreseen.horizons_H[0]), copies=copies_L,
-        seed=np.random.default_rng((config.seed, state.step)), num_scenarios=2 * config.num_scenarios, phi=current_dispersion(state.dispersion),
-        last_LE=state.last_LE, previous_LE=state.previous_LE if has_previous else None,
+        seed=np.random.default_rng((config.seed, state.step)), num_scenarios=2 * config.num_scenarios,
+        phi=current_dispersion(state.dispersion), last_LE=state.last_LE,
+        previous_LE=state.previous_LE if has_previous else None,
     ).counts_KLE  # fmt: skip
     # the last load and its trend are for the search, the draws are shared out
     first = len(drawn_KLE) - 2 * config.num_scenarios
