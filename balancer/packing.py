@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from balancer.metrics import checked_load
+from balancer.bound import layers
 
 Integers = NDArray[np.int64]
 Loads = NDArray[np.float64]
@@ -48,7 +48,7 @@ def rebalance_experts(
     >>> phy2log.tolist(), log2phy.tolist(), logcnt.tolist()
     ([[0, 2, 1, 0, 2, 3]], [[[0, 3], [2, -1], [1, 4], [5, -1]]], [[2, 1, 2, 1]])
     """
-    weight_LE = _layers(weight_LE, "weight")
+    weight_LE = layers(weight_LE, "weight")
     _check_sizes(weight_LE.shape[1], num_replicas, num_groups, num_nodes, num_gpus)
     if num_groups == 0 or num_groups % num_nodes:
         num_groups = num_nodes = 1
@@ -73,7 +73,7 @@ def replicate(load_LE: ArrayLike, num_slots: int) -> Integers:
     >>> replicate([[8, 2, 5, 1], [0, 0, 0, 0]], 6).tolist()
     [[2, 1, 2, 1], [2, 2, 1, 1]]
     """
-    load_LE = _layers(load_LE, "load")
+    load_LE = layers(load_LE, "load")
     num_experts = load_LE.shape[1]
     if num_slots < num_experts:
         raise ValueError(
@@ -94,7 +94,7 @@ def pack(weight_LI: ArrayLike, num_packs: int, per_pack: int) -> tuple[Integers,
     >>> pack_LI.tolist(), rank_in_pack_LI.tolist()
     ([[1, 0, 1, 0]], [[0, 1, 1, 0]])
     """
-    weight_LI = _layers(weight_LI, "weight")
+    weight_LI = layers(weight_LI, "weight")
     num_layers, num_items = weight_LI.shape
     if num_packs < 1 or per_pack < 1 or num_packs * per_pack != num_items:
         raise ValueError(
@@ -128,7 +128,7 @@ def nodes_of_groups(load_LE: ArrayLike, num_groups: int, num_nodes: int) -> Inte
     >>> nodes_of_groups([[8, 2, 5, 1]], 4, 2).tolist()
     [[0, 1, 1, 0]]
     """
-    load_LE = _layers(load_LE, "load")
+    load_LE = layers(load_LE, "load")
     num_experts = load_LE.shape[1]
     if num_nodes < 1 or num_groups < 1 or num_groups % num_nodes or num_experts % num_groups:
         raise ValueError(
@@ -153,7 +153,7 @@ def even_share_load(load_LE: ArrayLike, slot_to_expert_LS: ArrayLike, num_ranks:
     >>> even_share_load([[8, 2, 5, 1]], [[0, 2, 1, 0, 2, 3]], 2)
     array([[8.5, 7.5]])
     """
-    load_LE = _layers(load_LE, "load")
+    load_LE = layers(load_LE, "load")
     slot_LS = np.asarray(slot_to_expert_LS)
     num_layers, num_experts = load_LE.shape
     if slot_LS.dtype.kind not in "iu" or slot_LS.ndim != 2 or len(slot_LS) != num_layers:
@@ -256,19 +256,6 @@ def _counts(expert_LS: Integers, num_experts: int) -> Integers:
 
 
 # ---- checks ---------------------------------------------------------------------------------------------
-
-
-def _layers(load: ArrayLike, name: str) -> Loads:
-    """The load as [L, E] float64, checked."""
-    load_LE = checked_load(load, name)
-    if load_LE.ndim != 2 or len(load_LE) == 0:
-        raise ValueError(f"{name} has shape {load_LE.shape}; expected [L, E], one row for each layer")
-    with np.errstate(over="ignore"):
-        total_L = load_LE.sum(axis=1)
-    if not np.isfinite(total_L).all():
-        layer = int((~np.isfinite(total_L)).argmax())
-        raise ValueError(f"{name} of layer {layer} sums to more than float64 holds; give counts or shares")
-    return load_LE
 
 
 def _check_sizes(num_experts: int, num_slots: int, num_groups: int, num_nodes: int, num_ranks: int) -> None:
