@@ -6,10 +6,10 @@ split. Time lost of a run, in seconds by the prices of `bench_placement_parts.pr
     sum over samples, layers of  (fullest rank - mean rank) * row_s * steps of the sample + moves * move_s
 
 Regret is that less the time lost of the offline optimum, the best sequence of all placements that any
-contender had in force, found for each layer by itself. Loads: the recorded one if there is any, and two kinds
-of synthetic drift, uneven enough that spare slots are not plenty. The peer to beat plans on the last load
-alone. Figures of the whole trace, and of what is behind its first 20 scored samples: before the second plan
-nobody has a past to foresee from, and a collapse that comes then costs all the same.
+contender had in force, found for each layer by itself. Loads: the recorded one if there is any, and three
+kinds of synthetic drift, uneven enough that spare slots are not plenty. The peer to beat plans on the last
+load alone. Figures of the whole trace, and of what is behind its first 20 scored samples: before the second
+plan nobody has a past to foresee from, and a collapse that comes then costs all the same.
 """
 
 from typing import Any
@@ -43,7 +43,11 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "persistence, scenarios": {"forecaster": "persistence"},
     "ema, scenarios": {"forecaster": "ema"},
 }
-KINDS: dict[str, dict[str, Any]] = {"drift": {"sd": 0.1, "spread": 1.5}, "rotation": {"spread": 1.5}}
+KINDS: dict[str, dict[str, Any]] = {
+    "drift": {"sd": 0.1, "spread": 1.5},
+    "collapse-slow": {},
+    "rotation": {"spread": 1.5},
+}
 # of the regret of planning on the last load alone
 TARGET = 0.25
 # price of a move, in steps of one balanced layer: some fetches of an expert, as training has it
