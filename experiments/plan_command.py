@@ -23,6 +23,7 @@ from balancer.plan import Plan, plan_from_dict, plan_to_dict
 from balancer.planning import EFFORTS, MOVE_PRICE, plan_placement
 from balancer.search import layer_peaks
 from balancer.trace import load_trace
+from experiments.sizes_arguments import add_sizes, chosen_slots
 
 # samples of the trace that a plan looks at, where nothing else is said
 _SAMPLES = 200
@@ -37,11 +38,8 @@ def parser() -> argparse.ArgumentParser:
         description="Plan where the experts go, for the load that a recorded trace says comes next.",
         allow_abbrev=False,
     )
+    add_sizes(top)
     add = top.add_argument
-    add("trace", metavar="TRACE", help="load trace: folder, run directory or file")
-    add("--format", metavar="F", help="format of the trace, where its name does not tell")
-    add("--ranks", metavar="G", type=int, required=True, help="ranks that hold experts")
-    add("--spare", metavar="R", type=int, help="slots beyond the experts, over all ranks (default: 2 a rank)")
     add(
         "--nodes",
         metavar="M",
@@ -121,24 +119,6 @@ def main(argv: Sequence[str]) -> int:
         replace_whole(out, [data])
         print(f"\nwrote {out} ({len(data) / 2**10:.0f} KiB)")
     return 0
-
-
-def chosen_slots(num_experts: int, num_ranks: int, spare: int | None) -> int:
-    """Slots over all ranks: the experts and the spare ones, which must fill all ranks alike."""
-    if num_ranks < 1:
-        raise ValueError(f"--ranks {num_ranks} must be 1 or more")
-    if spare is None:
-        return (-(-num_experts // num_ranks) + 2) * num_ranks
-    if spare < 0 or (num_experts + spare) % num_ranks:
-        low = max(
-            -num_experts % num_ranks, (num_experts + max(spare, 0)) // num_ranks * num_ranks - num_experts
-        )
-        fit = sorted({low, low + num_ranks})
-        raise ValueError(
-            f"--spare {spare}: {num_experts} experts and the spare slots must fill {num_ranks} ranks alike; "
-            f"use {fit[0]} or {fit[1]}"
-        )
-    return num_experts + spare
 
 
 def read_plan(path: str) -> Plan:

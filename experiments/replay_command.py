@@ -29,6 +29,7 @@ from balancer.trace import Trace, load_trace, save_npz
 from experiments import replay_page as report
 from experiments.replay_plots import PLOTS
 from experiments.replay_run import OFFLINE, Replay, figures, replay
+from experiments.sizes_arguments import add_sizes, chosen_slots
 from experiments.trace_synth import COLLAPSE, make_trace
 
 # the fewest seconds between two lines of progress, where there is no terminal for a bar
@@ -89,11 +90,8 @@ def parser() -> argparse.ArgumentParser:
         description="Run placement policies along a recorded load trace without look-ahead and score them.",
         allow_abbrev=False,
     )
+    add_sizes(top)
     add = top.add_argument
-    add("trace", metavar="TRACE", help="load trace: folder, run directory or file")
-    add("--format", metavar="F", help="format of the trace, where its name does not tell")
-    add("--ranks", metavar="G", type=int, required=True, help="ranks that hold experts")
-    add("--spare", metavar="R", type=int, help="slots beyond the experts, over all ranks (default: 2 a rank)")
     add(
         "--nodes",
         metavar="M",
@@ -175,26 +173,14 @@ def chosen_policies(names: Sequence[str] | None) -> tuple[list[Policy], bool]:
 def chosen_setup(args: argparse.Namespace, trace: Trace) -> Setup:
     """Sizes and prices. Raises ValueError for those that do not fit, with the nearest that do."""
     _, num_layers, num_experts = trace.tokens_per_expert_WLE.shape
-    ranks = args.ranks
-    if ranks < 1:
-        raise ValueError(f"--ranks {ranks} must be at least 1")
-    spare = 2 * ranks + -num_experts % ranks if args.spare is None else args.spare
-    if spare < 0:
-        raise ValueError(f"--spare {spare} must be 0 or more: slots beyond the {num_experts} experts")
-    if (num_experts + spare) % ranks:
-        low = (num_experts + spare) // ranks * ranks - num_experts
-        fitting = " or ".join(str(n) for n in (low, low + ranks) if n >= 0)
-        raise ValueError(
-            f"--spare {spare}: {num_experts} experts and {spare} spare slots are {num_experts + spare} "
-            f"slots, not as many on each of {ranks} ranks; use {fitting}"
-        )
+    num_slots = chosen_slots(num_experts, args.ranks, args.spare)
     if args.every < 1:
         raise ValueError(f"--every {args.every} must be 1 step or more")
     return Setup(
         num_layers=num_layers,
         num_experts=num_experts,
-        num_ranks=ranks,
-        num_slots=num_experts + spare,
+        num_ranks=args.ranks,
+        num_slots=num_slots,
         num_nodes=args.nodes,
         fixed_homes=args.homes == "fixed",
         every_steps=args.every,

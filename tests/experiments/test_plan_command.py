@@ -7,7 +7,8 @@ import pytest
 
 from balancer.plan import check_plan, plan_from_dict
 from balancer.trace import Trace, save_npz
-from experiments.plan_command import chosen_slots, main
+from experiments.plan_command import main
+from experiments.sizes_arguments import chosen_slots
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def test_other_efforts(trace, tmp_path, capsys, effort):
     [
         (["--ranks", "4", "--spare", "3"], "use 0 or 4"),
         (["--ranks", "3"], None),
-        (["--ranks", "0"], "--ranks 0 must be 1 or more"),
+        (["--ranks", "0"], "--ranks 0 must be at least 1"),
         (["--ranks", "4", "--spare", "-4"], "--spare -4"),
         (["--ranks", "4", "--nodes", "3"], "num_nodes=3 does not divide"),
         (["--ranks", "4", "--samples", "0"], "--samples 0 must be 1 or more"),
