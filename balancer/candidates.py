@@ -148,8 +148,12 @@ def best_of(
 ) -> tuple[Integers, Judged]:
     """The best placement of each layer, of: the present one, the present one repaired, and with `anew` one
     made from nothing (its ranks renamed for few moves, where slots are free), and that one searched on; by
-    scenarios that no search saw, the price of moves, and that of fetching (`search_placement`). weight_K: of
-    the scenarios of the search."""
+    scenarios that no search saw, the price of moves, and that of fetching.
+
+    search_KLE, judge_KLE: [K, L, E] int64 copies, of the search with weight_K [K], and to judge by, alike;
+    current: [L, S], None = none yet;  price: [L] or a number, of a slot that gets another expert, and
+    fetch_price, in peak / even load;  the rest as `search_placement`.   Returns slots_LS [L, S] and `Judged`.
+    """
     options: dict[str, Any] = {
         "weight_K": weight_K,
         "beta": beta,

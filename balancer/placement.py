@@ -170,18 +170,16 @@ def _decide(
     state: PlacementState,
     live_L: NDArray[np.bool_],
 ) -> tuple[Plan | None, PlacementState]:
+    """A plan where any layer is to change, and what is to be remembered; slots [L, S] in force, live_L [L]
+    layers with load."""
     foreseen = forecaster(config.forecaster).forecast(state.forecast)
     search_KLE, weight_K, judge_KLE = _drawn(config, foreseen, state)
     even_s_L, lasts_L = even_s(config, state.last_LE), lasts(config, state.change_L)
     worth_L = np.maximum(even_s_L * lasts_L, 1e-30)  # seconds of one unit of peak / even load
     price_L = config.cost.move_s(np.ones(len(slots))) / worth_L
     fetch_L = fetch_price(config, state.last_LE)
-    better_LS, _ = best_of(
-        search_KLE, judge_KLE, slots, limits, price_L, config.beta, config.tail, config.most_scores,
-        config.compiled, anew=False, steepest=config.num_slots <= _STEEPEST, depth=config.depth,
-        tolerance=config.tolerance,
-        weight_K=weight_K, fetch_price=fetch_L,
-    )  # fmt: skip
+    scenarios = (search_KLE, weight_K, judge_KLE)
+    better_LS = _better(config, limits, slots, scenarios, price_L, fetch_L)
     moved_L = moved_slots(slots, better_LS, config.num_ranks)
     before_KL = layer_times(slots, judge_KLE, limits, fetch_L, config.compiled)
     gain_KL = before_KL - layer_times(better_LS, judge_KLE, limits, fetch_L, config.compiled)
@@ -201,7 +199,7 @@ def _decide(
     changed_L = clear_L | missed_L
     # a plan is refused as a whole for what stands twice on a rank, in layers that stay too
     taken_LS = without_doubles(taken_LS, config.num_ranks) if changed_L.any() else taken_LS
-    shadow_LS = _shadow(config, limits, slots, state, changed_L, taken_LS, (search_KLE, weight_K, judge_KLE))
+    shadow_LS = _shadow(config, limits, slots, state, changed_L, taken_LS, scenarios)
     state = _remembered(state, slots, shadow_LS, changed_L)
     if not changed_L.any():
         return None, state
@@ -217,6 +215,25 @@ def _decide(
         made_at_step=state.step, applies_at_step=state.step + config.delay_steps,
     )  # fmt: skip
     return plan, state._replace(version=version, planned_at=state.step)
+
+
+def _better(
+    config: PlacementConfig,
+    limits: Constraints,
+    slots: Integers,
+    scenarios: tuple[Integers, Floats, Integers],
+    price_L: Floats,
+    fetch_L: Floats,
+) -> Integers:
+    """The present placement [L, S], repaired where that pays; scenarios: of the search, their weights, and
+    those to judge by."""
+    search_KLE, weight_K, judge_KLE = scenarios
+    better_LS, _ = best_of(
+        search_KLE, judge_KLE, slots, limits, price_L, config.beta, config.tail, config.most_scores,
+        config.compiled, anew=False, steepest=config.num_slots <= _STEEPEST, depth=config.depth,
+        tolerance=config.tolerance, weight_K=weight_K, fetch_price=fetch_L,
+    )  # fmt: skip
+    return better_LS
 
 
 def _drawn(
@@ -268,13 +285,14 @@ def _shadow(
         * config.cost.move_s(np.ones(int(fresh_L.sum())))
         / (even_s_L * weighed(config, config.horizon_steps))
     )
-    kept_LS[fresh_L], _ = best_of(
-        search_KLE[:, fresh_L], judge_KLE[:, fresh_L], slots[fresh_L], limits, price_L, config.beta,
-        config.tail, config.most_scores, config.compiled, anew=False,
-        steepest=config.num_slots <= _STEEPEST, depth=config.depth,
-        tolerance=config.tolerance, weight_K=weight_K,
-        fetch_price=fetch_price(config, state.last_LE)[fresh_L],
-    )  # fmt: skip
+    kept_LS[fresh_L] = _better(
+        config,
+        limits,
+        slots[fresh_L],
+        (search_KLE[:, fresh_L], weight_K, judge_KLE[:, fresh_L]),
+        price_L,
+        fetch_price(config, state.last_LE)[fresh_L],
+    )
     return kept_LS
 
 

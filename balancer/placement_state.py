@@ -88,22 +88,22 @@ def whole_counts(step: int, counts_LE: Floats) -> Integers:
 
 
 def even_s(config: PlacementConfig, counts_LE: Integers) -> Floats:
-    """Seconds of a step that each layer takes at an even load."""
+    """Seconds of a step that each layer takes at an even load: [L], of counts_LE [L, E] copies."""
     speed = config.num_ranks if config.speed_P is None else sum(config.speed_P)
     return counts_LE.sum(axis=1) / speed * config.cost.row_s
 
 
 def fetch_price(config: PlacementConfig, counts_LE: Integers) -> Floats:
-    """One more replica for the busiest port, as a share of each layer's time at an even load."""
+    """One more replica for the busiest port, as a share of each layer's time at an even load: [L]."""
     return np.minimum(config.cost.fetch_s() / np.maximum(even_s(config, counts_LE), 1e-30), 1e6)
 
 
 def lasts(config: PlacementConfig, change_L: Floats) -> Floats:
-    """Steps that a gain is taken to last, each weighed by what is left of it."""
+    """Steps that a gain is taken to last [L], each weighed by what is left of it; change_L: TV a sample."""
     # a first sample says nothing: a plan made then is to be good for long, and not made again at once
     change_L = np.where(np.isnan(change_L), _LEAST_CHANGE, np.maximum(change_L, _LEAST_CHANGE))
     steps_L = np.clip(config.sample_steps / change_L, config.plan_steps, config.horizon_steps)
-    return weighed(config, np.minimum(steps_L, config.horizon_steps))
+    return weighed(config, steps_L)
 
 
 def weighed(config: PlacementConfig, steps: Any) -> Any:
@@ -118,7 +118,7 @@ def lower_bound(gain_KL: Floats, confidence: float) -> Floats:
 
 
 def sure_account(config: PlacementConfig, state: PlacementState) -> Floats:
-    """Lower confidence bound of the account: its sum less what the noise of its samples adds up to."""
+    """Lower confidence bound of the account [L], seconds: its sum less what its noise adds up to."""
     spread_L = state.squares_L - state.account_L**2 / np.maximum(state.counted_L, 1.0)
     noise_L = np.sqrt(np.maximum(spread_L, 0.0))
     return state.account_L - NormalDist().inv_cdf(config.confidence) * noise_L
