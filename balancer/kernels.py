@@ -1,6 +1,7 @@
 """Kernels of the planners: the entries of their files, compiled by numba and kept on disk, or as they stand.
 
-Under `balancer/even.py` and the planner for the exact split. What the loops do, the kernels' own files say.
+Under the bias law, `balancer/even.py` and the planner for the exact split. What the loops do, the kernels'
+own files say.
 """
 
 import threading
@@ -8,6 +9,7 @@ from functools import lru_cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from balancer import bias_kernels as bias_file
 from balancer import connect_kernels as connect_file
 from balancer import pack_kernels as pack_file
 from balancer import search_kernels as search_file
@@ -32,8 +34,27 @@ def search_kernels(compiled: bool = True) -> SimpleNamespace:
         return _search_compiled()
 
 
+def bias_kernels(compiled: bool = True) -> SimpleNamespace:
+    """Entries of bias_kernels.py; compiled: False runs the twins, plain Python. Threads may call it."""
+    if not compiled:
+        return _plain(bias_file)
+    with _COMPILING:
+        return _bias_compiled()
+
+
 def _plain(module: ModuleType) -> SimpleNamespace:
     return SimpleNamespace(**{name: getattr(module, name) for name in module.ENTRIES})
+
+
+@lru_cache(maxsize=1)
+def _bias_compiled() -> SimpleNamespace:
+    from numba import types
+
+    layer, table = (types.Array(types.float64, n, "C", readonly=False) for n in (1, 2))
+    real = types.float64
+    measure = types.void(table, real, *[table] * 6, real, real, *[table] * 4)
+    act = types.void(table, table, layer, table, layer, layer, real, *[table] * 3, *[real] * 3, table)
+    return SimpleNamespace(**compile_file(bias_file, {"measure_layers": measure, "act_layers": act}))
 
 
 @lru_cache(maxsize=1)

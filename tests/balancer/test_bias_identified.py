@@ -1,0 +1,205 @@
+"""The default bias law: measured slopes, the gain in closed loop, ramps, dead experts, bumpless changes."""
+
+import math
+
+import numpy as np
+import pytest
+
+from balancer.bias import init_bias, law, switch_law, update_bias
+from balancer.bias_identified import identified_law, stability_limit
+from balancer.bias_record import Actuated, Measurement
+from balancer.metrics import max_violation, violation_floor
+from balancer.plant import PlantConfig, expected_shares, init_plant, plant_scale, step_plant, switch_plant
+
+
+def run(config: PlantConfig, the_law, steps: int, *, switch_at: int = -1, sd: float = 1.0):
+    """Max violations of the counts [steps, L], true mean |y| [steps, L], and both states."""
+    plant = init_plant(config)
+    bias = init_bias(the_law, config.num_layers, config.num_experts, config.top_k,
+                     delay_steps=config.delay_steps)  # fmt: skip
+    bias_LE = bias.bias_LE
+    seen, true = [], []
+    for step in range(steps):
+        if step == switch_at:
+            plant = switch_plant(plant, sd)
+        share_LE = expected_shares(bias_LE, plant)
+        measurement, plant = step_plant(bias_LE, plant)
+        bias_LE, bias = update_bias(the_law, measurement, bias)
+        seen.append(max_violation(measurement.counts_LE))
+        true.append(np.abs(share_LE * config.num_experts / config.top_k - 1).mean(axis=1))
+    return np.array(seen), np.array(true), bias, plant
+
+
+def measured(counts_LE, *, top_k=2, step=0, **fields):
+    counts_LE = np.asarray(counts_LE, dtype=np.float64)
+    tokens = int(counts_LE[0].sum()) // top_k
+    return Measurement(step=step, counts_LE=counts_LE, num_tokens=tokens, top_k=top_k, **fields)
+
+
+def swaps(shape_LE, near=400.0, delta=1e-3):
+    return {
+        "swaps_LE": np.full(shape_LE, near),
+        "wide_swaps_LE": np.full(shape_LE, 2 * near),
+        "swap_delta": delta,
+    }
+
+
+def settled(the_law, shape_LE=(1, 8), **extra):
+    """A state that knows its slopes, at balance."""
+    zeros = np.zeros(shape_LE)
+    counts = np.full(shape_LE, 1000.0)
+    state = the_law.init(*shape_LE, 2)
+    _, state = the_law.update(
+        measured(counts, **swaps(shape_LE), **extra), Actuated(zeros, zeros, zeros), state
+    )
+    return state
+
+
+@pytest.mark.parametrize("delay", [0, 1, 2, 3])
+def test_the_stability_limit_is_where_a_root_leaves_the_unit_circle(delay):
+    def radius(gain):
+        return np.abs(
+            np.roots([1.0, -1.0, *[0.0] * (delay - 1), gain][: delay + 2] if delay else [1, gain - 1])
+        ).max()
+
+    assert radius(0.999 * stability_limit(delay)) < 1 < radius(1.001 * stability_limit(delay))
+
+
+def test_the_slope_is_that_of_the_swap_counts():
+    state = settled(identified_law())
+    # a = 2 a(delta) - a(2 delta) = 400 / (2 * 4000 * 1e-3) = 50; eigenvalue 50 * 8 / 7; r = 1/4
+    np.testing.assert_allclose(state.tau_LE, 0.25 / (50 * 8 / 7), rtol=1e-12)
+
+
+def test_the_measured_slope_is_that_of_the_plant():
+    config = PlantConfig(num_layers=2, num_experts=32, top_k=2, num_tokens=65536)
+    _, _, bias, plant = run(config, identified_law(), 30)
+    np.testing.assert_allclose((1 / bias.law.tau_LE).mean(axis=1), plant_scale(plant), rtol=0.15)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("experts", "top_k", "tokens"), [(8, 1, 4096), (32, 4, 65536)])
+def test_it_settles_at_the_noise_floor_and_again_after_a_switch(score, experts, top_k, tokens):
+    config = PlantConfig(
+        num_layers=4, num_experts=experts, top_k=top_k, num_tokens=tokens, score=score, imbalance=1.0, seed=3
+    )
+    seen, true, _, _ = run(config, identified_law(), 160, switch_at=80)
+    floor = violation_floor(tokens, experts, top_k)
+    for part in (slice(50, 80), slice(130, 160)):  # a gain g adds g / (2 - g) of the noise's variance: to 1.26
+        assert seen[part].mean() < 1.35 * floor
+    assert true[80].mean() > 10 * true[50:80].mean()
+    assert true[86].mean() < 0.25 * true[80].mean()
+
+
+def test_it_holds_a_router_that_reinforces_its_own_imbalance():
+    config = PlantConfig(num_layers=4, num_tokens=16384, reinforcement=0.2, imbalance=0.5, seed=5)
+    seen, _, bias, _ = run(config, identified_law(), 200)
+    assert seen[150:].mean() < 1.35 * violation_floor(16384, 32, 2)
+    report = identified_law().report(bias.law)
+    assert (report["gain"] > 0.15).all()
+
+
+def test_noise_is_not_answered():
+    config = PlantConfig(num_layers=4, num_tokens=4096, phi=4.0, seed=6)
+    _, _, bias, _ = run(config, identified_law(), 200)
+    assert (bias.law.gain_L < 0.3).mean() > 0.5
+
+
+def test_nothing_is_done_before_the_first_swap_counts():
+    the_law, zeros = identified_law(), np.zeros((1, 4))
+    change, _ = the_law.update(
+        measured([[8, 0, 0, 0]], top_k=1), Actuated(zeros, zeros, zeros), the_law.init(1, 4, 1)
+    )
+    assert not change.any()
+
+
+def test_a_steady_drift_switches_the_integral_on_and_its_end_off():
+    the_law, zeros = identified_law(), np.zeros((1, 8))
+    state = settled(the_law)
+    # within the noise of a step, so no surprise
+    tilted = 1000.0 + 25.0 * np.where(np.arange(8) % 2, 1.0, -1.0)[None]
+    for step in range(1, 60):
+        change, state = the_law.update(measured(tilted, step=step), Actuated(zeros, zeros, zeros), state)
+    assert state.ramp_L[0] == 1 and state.push_LE[0, 0] > 0 > state.push_LE[0, 1]
+    for step in range(60, 260):
+        even = measured(np.full((1, 8), 1000.0), step=step)
+        change, state = the_law.update(even, Actuated(zeros, zeros, zeros), state)
+    assert state.ramp_L[0] == 0
+    np.testing.assert_allclose(change, 0.0, atol=1e-7)  # fades by a tenth a step
+
+
+def test_the_integral_does_not_wind_up_against_a_limit():
+    the_law = identified_law(integral_steps=8.0)
+    state, zeros = settled(the_law), np.zeros((1, 8))
+    tilted = 1000.0 + 200.0 * np.where(np.arange(8) % 2, 1.0, -1.0)[None]
+    change = zeros
+    for step in range(1, 400):  # the router never moves: everything commanded is lost
+        change, state = the_law.update(measured(tilted, step=step), Actuated(zeros, zeros, -change), state)
+    bound = np.abs(state.gain_L[:, None] * state.tau_LE * 0.2)
+    assert (np.abs(state.push_LE) <= 2 * bound).all()
+
+
+def test_a_change_to_a_finite_integral_goes_on_with_the_same_step():
+    shape = (1, 8)
+    old = law("linear", gain=1e-3)
+    new = law("identified", gain=0.3, integral_steps=20.0)
+    tilted = 1000.0 + 150.0 * np.where(np.arange(8) % 2, 1.0, -1.0)[None]
+    sample = measured(tilted, step=1, **swaps(shape))
+    state = init_bias(old, 1, 8, 2)
+    bias_before, state = update_bias(old, sample, state)
+    change_before = state.change_LE.copy()
+    state = switch_law(old, new, sample, state)
+    np.testing.assert_array_equal(state.bias_LE, bias_before)
+    _, state = update_bias(new, measured(tilted, step=2, **swaps(shape)), state)
+    np.testing.assert_allclose(state.change_LE, change_before, atol=1e-9)
+
+
+def test_a_dead_expert_jumps_once_to_a_quarter_of_its_share_and_is_left_alone():
+    experts, tokens, top_k = 8, 4000, 2
+    edges = np.linspace(0.0, 1.0, 101)
+    rng = np.random.default_rng(0)
+    scores = rng.uniform(0.2, 0.8, size=(experts, tokens))
+    scores[5] -= 0.15  # its best scores are below what gets chosen
+    histogram = np.stack([np.histogram(s, edges)[0] for s in scores])[None]
+    share = np.full(experts, 2 / 7)
+    share[5] = 0.0
+    hits = np.full((1, experts), 400.0)
+    hits[0, 5] = 0.0
+    fields = {"swaps_LE": hits, "wide_swaps_LE": 2 * hits, "swap_delta": 1e-3,
+              "score_histogram_LEB": histogram, "score_edges_X": edges}  # fmt: skip
+    sample = Measurement(step=0, counts_LE=share[None] * tokens, num_tokens=tokens, top_k=top_k, **fields)
+    the_law, zeros = identified_law(), np.zeros((1, experts))
+    jump, state = the_law.update(sample, Actuated(zeros, zeros, zeros), the_law.init(1, experts, top_k))
+    threshold = np.median([np.quantile(scores[e], 1 - share[e]) for e in range(experts) if e != 5])
+    chosen = (scores[5] + jump[0, 5] > threshold).mean()
+    assert chosen == pytest.approx(0.25 * top_k / experts, abs=0.01)
+    held, state = the_law.update(
+        Measurement(step=1, counts_LE=share[None] * tokens, num_tokens=tokens, top_k=top_k),
+        Actuated(jump, jump, zeros), state,
+    )  # fmt: skip
+    assert held[0, 5] == 0.0 and np.abs(held[0, [0, 1, 2]]).min() > 0
+
+
+def test_a_raised_gain_stays_inside_the_stability_limit():
+    for delay in range(4):
+        the_law = identified_law(delay_steps=delay)
+        state = the_law.raise_gain(np.array([5.0]), settled(the_law))
+        zeros = np.zeros((1, 8))
+        _, state = the_law.update(
+            measured(np.full((1, 8), 1000.0), step=1), Actuated(zeros, zeros, zeros), state
+        )
+        assert state.gain_L[0] == pytest.approx(0.5 * stability_limit(delay))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"gain": 2.5}, "stability limit"),
+        ({"gain": math.nan}, "stability limit"),
+        ({"delay_steps": -1}, "0 or more"),
+        ({"integral_steps": 0.5}, "1 or more"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, says):
+    with pytest.raises(ValueError, match=says):
+        identified_law(**settings)
