@@ -5,6 +5,7 @@
 The split, the groups, the meter and the timer come in from outside; no engine is needed.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -78,6 +79,7 @@ class MoELayer(nn.Module):
         self._fetched_versions: list[int] = []
         self._link: Link | None = None  # measured where "auto" wants to know it
         self._inside_step = False  # a forward since the last optimizer step has used the placement
+        self.balance_loss = router.balance_loss
         self.router = Router(router)
         self.experts = Experts(
             self.home_experts.shape[0], router.d_model, config.expert_hidden, config.activation, config.method
@@ -116,6 +118,19 @@ class MoELayer(nn.Module):
         self._drop_prefetched()
         self.placement = placement
         return placement
+
+    def set_balance_loss(self, value: float) -> None:
+        """Change the coefficient of the balance loss, attribute `balance_loss`, from the next forward on.
+
+        value: 0 or more; config.router.balance_loss at first. On every rank alike, between optimizer steps:
+        the step's gradient is linear in it. It is no part of the state dict: set it again after loading.
+        Raises ValueError for a negative, infinite or NaN value; the old one then stays.
+        """
+        if not 0 <= value < math.inf:
+            raise ValueError(
+                f"MoE layer {self.layer_id}: balance_loss={value} must be 0 or more, and finite; 0 = no loss"
+            )
+        self.balance_loss = float(value)
 
     def prefetch(self) -> None:
         """Send the replicas' weights on their way, all of them, ahead of the next forward. Collective.
@@ -298,7 +313,10 @@ class MoELayer(nn.Module):
     def auxiliary_loss(
         self, routing: Routing, route: Route, *, rows_P: np.ndarray, num_sequences: int
     ) -> torch.Tensor:
-        """Balance loss in the configured scope and z-loss, weighted and summed; reports both to the meter."""
+        """Balance loss in the configured scope and z-loss, weighted and summed; reports both to the meter.
+
+        The first with `balance_loss` as it is now, the second with config.router.z_loss.
+        """
         router = self.config.router
         counting = self.training and not in_backward()  # in a backward: recomputation
         mask_T = routing.token_mask_T
@@ -324,7 +342,7 @@ class MoELayer(nn.Module):
                 balance_sum=balance,
                 z_sum=z_sum,
             )
-        return router.balance_loss * balance + router.z_loss * z_sum
+        return self.balance_loss * balance + router.z_loss * z_sum
 
     def end_step(self, tokens_per_expert_E: torch.Tensor | None = None) -> None:
         """An optimizer step has just ended; its global counts [E] int64, where somebody has them.

@@ -1,11 +1,11 @@
-"""Kernel of meter_stats.py, as a plain function over arrays, which moe/kernels.py compiles."""
+"""Kernels of meter_stats.py, as plain functions over arrays, which moe/kernels.py compiles."""
 
 # numba reads these as types are met; annotations would say nothing that it checks
 # pyright: basic
 import numpy as np
 
 HELPERS = ()
-KERNELS = ("add_scores",)
+KERNELS = ("add_scores", "add_spread")
 
 
 def add_scores(scores_TE, valid_T, low_base, high_base, sum_E, count_EB):
@@ -34,3 +34,27 @@ def add_scores(scores_TE, valid_T, low_base, high_base, sum_E, count_EB):
             bin_E[e] = min(max(index, np.int32(0)), np.int32(last))  # whatever comes, no write elsewhere
         for e in range(num_experts):
             count_EB[e, bin_E[e]] += 1
+
+
+def add_spread(scores_TE, logits_TE, best_T, valid_T, sums_2):
+    """Squares of the logits less their mean over the experts, and the largest score best_T over the sum of
+    the scores, summed over valid tokens (valid_T of length 0: over all).
+    """
+    num_experts = scores_TE.shape[1]
+    masked = valid_T.shape[0] > 0
+    squares, confidence = 0.0, 0.0
+    for t in range(scores_TE.shape[0]):
+        if masked and not valid_T[t]:
+            continue
+        scores_E, logits_E = scores_TE[t], logits_TE[t]
+        total, mean = 0.0, 0.0
+        for e in range(num_experts):
+            total += scores_E[e]
+            mean += logits_E[e]
+        mean /= num_experts
+        for e in range(num_experts):
+            squares += (logits_E[e] - mean) ** 2
+        if total > 0:
+            confidence += best_T[t] / total
+    sums_2[0] += squares
+    sums_2[1] += confidence

@@ -58,6 +58,7 @@ from moe.config import MoEConfig
 from moe.layer import MoELayer
 from moe.topology import Topology
 
+ROUTER = "router"  # the optimizer group of the gate weights
 _SHM_OP = "deepspeed_shm_comm"
 _STATE = {  # what moe/zero_state.py reads
     DeepSpeedZeroOptimizer: "single_partition_of_fp32_groups real_dp_process_group round_robin_bit16_groups "
@@ -157,14 +158,29 @@ class ZeroMoELayer(MoELayer, AutoEPMoELayer):  # type: ignore[misc]
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Optimizer groups as the engine wants them: dense and expert parameters apart, norms without weight
-    decay."""
-    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
-    groups = [{"params": matrices, "name": "matrices", "weight_decay": weight_decay}]
-    if vectors:
-        groups.append({"params": vectors, "name": "vectors", "weight_decay": 0.0})
+    decay, and the gate weights of all MoE layers in a group named ROUTER, whose learning rate may be another
+    (`set_learning_rates`)."""
+    gates = {id(layer.router.gate.weight) for layer in model.modules() if isinstance(layer, MoELayer)}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    kinds = {
+        "matrices": [p for p in trained if p.ndim > 1 and id(p) not in gates],
+        ROUTER: [p for p in trained if id(p) in gates],
+        "vectors": [p for p in trained if p.ndim <= 1],
+    }
+    decays = {"matrices": weight_decay, ROUTER: weight_decay, "vectors": 0.0}
+    groups = [{"params": kinds[name], "name": name, "weight_decay": decay} for name, decay in decays.items()]
     # no cut by size: the number of groups would differ with the EP size, and checkpoints count them
-    return split_params_into_different_moe_groups_for_optimizer(groups, max_group_size=math.inf)  # type: ignore[arg-type]
+    split = split_params_into_different_moe_groups_for_optimizer(groups, max_group_size=math.inf)  # type: ignore[arg-type]
+    return [group for group in split if group["params"]]
+
+
+def set_learning_rates(engine: Any, lr: float, router_factor: float = 1.0) -> None:
+    """Give every optimizer group the learning rate lr, and the routers' gates lr * router_factor.
+
+    Before engine.step(), on every rank alike. lr, router_factor: 0 or more.
+    """
+    for group in engine.optimizer.param_groups:
+        group["lr"] = lr * router_factor if group.get("name") == ROUTER else lr
 
 
 def make_engine(model: nn.Module, settings: dict[str, Any], weight_decay: float = 0.0) -> Any:

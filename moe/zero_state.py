@@ -253,7 +253,8 @@ def set_counters(engine: Any, saved: Mapping[str, Any]) -> None:
     if (saved["optimizer"], len(saved["groups"])) != (name, len(groups)):
         raise ValueError(
             f"the checkpoint is of {saved['optimizer']} with {len(saved['groups'])} groups of parameters, "
-            f"and the engine has {name} with {len(groups)}: moments do not carry over; keep the optimizer"
+            f"and the engine has {name} with {len(groups)}: moments do not carry over; keep the optimizer, "
+            "or resume with the version that wrote it, where that had no group of the routers' weights"
         )
     scheduler = getattr(engine, "lr_scheduler", None)
     if (scheduler is None) != (saved["scheduler"] is None):

@@ -23,15 +23,26 @@ class ExpertBias(nn.Module):
 
     @torch.no_grad()
     def set(self, bias_E: torch.Tensor) -> None:
-        """Replace the bias by bias_E [E], finite.   Raises ValueError for another shape or NaN/inf."""
+        """Replace the bias by bias_E, rounded to float32.
+
+        bias_E: [E], any type (float64 of a bias law), on any device, finite also in float32. From the CPU it
+        reaches a GPU without a wait for it; what lies on a GPU is waited for, to be checked. Raises
+        ValueError for another shape or NaN/inf; the old bias then stays.
+        """
         if bias_E.shape != self.bias_E.shape:
             raise ValueError(
                 f"bias has shape {tuple(bias_E.shape)}, expected {tuple(self.bias_E.shape)} (one per expert)"
             )
-        if not bool(torch.isfinite(bias_E).all()):
-            worst = int((~torch.isfinite(bias_E)).nonzero()[0])
-            raise ValueError(f"bias of expert {worst} is {float(bias_E[worst])}, expected a finite number")
-        self.bias_E.copy_(bias_E)
+        rounded_E = bias_E.to(torch.float32)
+        finite_E = torch.isfinite(rounded_E)
+        if not bool(finite_E.all()):
+            worst = int((~finite_E).nonzero()[0])
+            raise ValueError(
+                f"bias of expert {worst} is {float(bias_E[worst])}, expected a finite number of float32"
+            )
+        if self.bias_E.is_cuda and not rounded_E.is_cuda:
+            rounded_E = rounded_E.pin_memory()  # else the copy would wait for the device
+        self.bias_E.copy_(rounded_E, non_blocking=True)
 
     @override
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:

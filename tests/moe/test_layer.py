@@ -339,3 +339,34 @@ def test_all_tokens_to_one_expert_equals_the_reference(tokens_P):
     compare(results, moe_config, "expert_5", tokens_P)
     *_, counts = dense_step(moe_config, "expert_5", tokens_P)
     assert counts.tolist() == [0, 0, 0, 0, 0, sum(tokens_P), 0, 0]
+
+
+def gate_gradient(layer: MoELayer) -> torch.Tensor:
+    x_TD = torch.randn(20, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    layer.zero_grad()
+    layer(x_TD)[1].backward()
+    return layer.router.gate.weight.grad.clone()
+
+
+def test_the_gradient_is_linear_in_a_balance_loss_that_is_changed_while_it_trains():
+    layer = solo_layer(balance_loss=0.3, z_loss=0.2)
+    assert layer.balance_loss == 0.3
+    at_first = gate_gradient(layer)
+    layer.set_balance_loss(0.0)
+    without = gate_gradient(layer)
+    for value in (0.6, 3.0):
+        layer.set_balance_loss(value)
+        # float64 sums of two terms
+        want = without + value / 0.3 * (at_first - without)
+        torch.testing.assert_close(gate_gradient(layer), want, rtol=1e-10, atol=1e-12)
+    assert (at_first - without).abs().max() > 1e-3
+    assert layer.config.router.balance_loss == 0.3
+    assert not any("balance_loss" in name for name in layer.state_dict())
+
+
+@pytest.mark.parametrize("value", [-0.1, float("nan"), float("inf")])
+def test_a_balance_loss_that_is_no_coefficient_is_refused_and_the_old_one_stays(value):
+    layer = solo_layer(balance_loss=0.3)
+    with pytest.raises(ValueError, match=rf"MoE layer 0: balance_loss={value} must be 0 or more, and finite"):
+        layer.set_balance_loss(value)
+    assert layer.balance_loss == 0.3

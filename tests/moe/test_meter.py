@@ -334,6 +334,10 @@ def test_rows_of_ranks_that_make_no_groups_of_the_job_are_refused():
     [
         ({"scores_every": -1}, r"scores_every=-1 must be 0 \(never\) or more steps"),
         ({"swaps_every": -2}, "swaps_every=-2 must be 0"),
+        ({"margins_every": -1}, "margins_every=-1 must be 0"),
+        ({"pairs_every": -1}, "pairs_every=-1 must be 0"),
+        ({"sample_every": -3}, "sample_every=-3 must be 0"),
+        ({"sample_tokens": 0}, "sample_tokens=0 must be 1 or more"),
         ({"swap_delta": 0.0}, r"swap_delta=0.0 is out of \(0, 1\)"),
     ],
 )
@@ -342,25 +346,41 @@ def test_settings_out_of_their_bounds_are_refused(options, message):
         LoadMeter(**options)
 
 
+STATISTICS = {
+    "scores": {"score_sum_LE", "score_histogram_LEB", "score_edges_X"},
+    "swaps": {"swaps_LE", "wide_swaps_LE"},
+    "margins": {"margin_histogram_LEB", "margin_edges_X"},
+    "pairs": {"swap_pairs_LEE", "wide_swap_pairs_LEE"},
+    "sample": {"sample_LME"},
+}
+
+
 def statistics_of(sample):
-    names = {f.name for f in fields(sample) if getattr(sample, f.name) is None}
-    scores = {"score_sum_LE", "score_histogram_LEB", "score_edges_X"}
-    swaps = {"swaps_LE", "wide_swaps_LE", "swap_delta"}
-    assert names in (scores | swaps, scores, swaps, set()), "a field is there or missing with its kind"
-    return ("scores" if not names & scores else "") + ("swaps" if not names & swaps else "")
+    """Names of the statistics in a sample, in order; what is missing is missing with its kind."""
+    missing = {f.name for f in fields(sample) if getattr(sample, f.name) is None}
+    there = [name for name, of_it in STATISTICS.items() if not of_it & missing]
+    absent = [of_it for name, of_it in STATISTICS.items() if name not in there]
+    wanted = set().union(*absent) | (set() if {"swaps", "pairs"} & set(there) else {"swap_delta"})
+    assert missing == wanted, "a field is there or missing with its kind"
+    return " ".join(there)
 
 
 @pytest.mark.parametrize(
-    ("scores_every", "swaps_every", "want"),
+    ("every", "want"),
     [
-        (1, 3, ["scoresswaps", "scores", "scores", "scoresswaps", "scores", "scores", "scoresswaps"]),
-        (2, 0, ["scores", "", "scores", "", "scores", "", "scores"]),
-        (0, 1, ["swaps"] * 7),
+        (
+            {"scores_every": 1, "swaps_every": 3},
+            ["scores swaps", "scores", "scores", "scores swaps", "scores", "scores", "scores swaps"],
+        ),
+        ({"scores_every": 2, "swaps_every": 0}, ["scores", "", "scores", "", "scores", "", "scores"]),
+        ({"scores_every": 0, "swaps_every": 1}, ["swaps"] * 7),
+        (
+            {"scores_every": 0, "swaps_every": 0, "margins_every": 2, "pairs_every": 3, "sample_every": 4},
+            ["margins pairs sample", "", "margins", "pairs", "margins sample", "", "margins pairs"],
+        ),
     ],
 )
-def test_statistics_are_there_in_the_steps_that_they_are_due_in_also_after_resuming(
-    scores_every, swaps_every, want
-):
+def test_statistics_are_there_in_the_steps_that_they_are_due_in_also_after_resuming(every, want):
     def run(meter, steps):
         layer = make_layer(meter)
         found = []
@@ -370,10 +390,10 @@ def test_statistics_are_there_in_the_steps_that_they_are_due_in_also_after_resum
             found.append(statistics_of(meter.sample(step)))
         return found
 
-    meter = LoadMeter(scores_every=scores_every, swaps_every=swaps_every)
+    meter = LoadMeter(**every)
     assert run(meter, range(1, 8)) == want
     for resumed in range(1, 7):
-        meter = LoadMeter(scores_every=scores_every, swaps_every=swaps_every)
+        meter = LoadMeter(**every)
         meter.next_step = resumed + 1
         assert run(meter, range(resumed + 1, 8)) == want[resumed:]
 
@@ -383,7 +403,7 @@ def test_one_reduction_a_step_carries_everything(monkeypatch):
     before it."""
     calls = []
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: calls.append(tensor.numel()))
-    meter = LoadMeter(2, 0, swaps_every=1)
+    meter = LoadMeter(2, 0, swaps_every=1, margins_every=1, pairs_every=1, sample_every=1)
     layers = [make_layer(meter) for _ in range(2)]
     with monkeypatch.context() as patch:
         for name in ("item", "tolist", "cpu", "__int__", "__float__", "__bool__"):
@@ -404,5 +424,5 @@ def test_one_reduction_a_step_carries_everything(monkeypatch):
                 )
         assert calls == []
     sample = meter.sample(1, torch.tensor([5.0]))
-    assert len(calls) == 1 and statistics_of(sample) == "scoresswaps"
+    assert len(calls) == 1 and statistics_of(sample) == " ".join(STATISTICS)
     assert calls[0] > sample.score_histogram_LEB.size and sample.extra_X.tolist() == [5.0]

@@ -1,5 +1,6 @@
 """ExpertBias: float32 whatever the model is cast to, set from outside, finite, no gradient."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -34,6 +35,25 @@ def test_set_copies_its_argument():
     bias.set(given)
     given.zero_()
     assert bias.bias_E.tolist() == [1.0, 2.0]
+
+
+def test_a_bias_in_float64_is_rounded_to_float32():
+    bias, given = ExpertBias(3), np.array([1 + 2.0**-40, -FINE, 1e-30])
+    bias.set(torch.from_numpy(given))
+    assert bias.bias_E.dtype == torch.float32 and bias.bias_E.tolist() == [
+        1.0,
+        -FINE,
+        float(np.float32(1e-30)),
+    ]
+    bias.set(torch.tensor([2.0, 0.5, -1.0], dtype=torch.bfloat16))
+    assert bias.bias_E.tolist() == [2.0, 0.5, -1.0]
+
+
+def test_a_number_beyond_float32_is_refused_and_the_old_bias_stays():
+    bias = ExpertBias(2)
+    with pytest.raises(ValueError, match=r"bias of expert 1 is 1e\+39, expected a finite number of float32"):
+        bias.set(torch.tensor([0.0, 1e39], dtype=torch.float64))
+    assert bias.bias_E.tolist() == [0.0, 0.0]
 
 
 def test_a_bias_of_another_shape_is_refused():
