@@ -6,6 +6,7 @@ needs more (TensorBoard, numba, scipy) imports it on use. So this folder can be 
 
 from balancer.bound import peak_bound
 from balancer.connect import connected_placement, default_placement
+from balancer.control_config import ControlConfig
 from balancer.cost import CostModel
 from balancer.dashboard import Dashboard, JsonlSink, load_heatmap, read_jsonl, training_layout
 from balancer.dispersion import (
@@ -17,6 +18,7 @@ from balancer.dispersion import (
 from balancer.even import even_placement, even_repair
 from balancer.forecast import FORECASTERS, forecaster
 from balancer.forecast_record import REGIMES, Forecast, Forecaster, copy_state
+from balancer.loop import BalancerLoop, Report
 from balancer.metrics import (
     balancedness,
     dead_experts,
@@ -31,6 +33,7 @@ from balancer.metrics import (
     total_variation,
     violation_floor,
 )
+from balancer.monitor import CollapseMonitor, MonitorConfig, Verdict
 from balancer.moves import relabel
 from balancer.packing import rebalance_experts
 from balancer.placement import placement_controller
@@ -47,19 +50,25 @@ from balancer.trace import Trace, TraceWriter, check_conservation, load_trace, s
 __all__ = [
     "FORECASTERS",
     "REGIMES",
+    "BalancerLoop",
+    "CollapseMonitor",
+    "ControlConfig",
     "CostModel",
     "Dashboard",
     "ExactSplit",
     "Forecast",
     "Forecaster",
     "JsonlSink",
+    "MonitorConfig",
     "Move",
     "PlacementConfig",
     "Plan",
+    "Report",
     "Scenarios",
     "SplitResult",
     "Trace",
     "TraceWriter",
+    "Verdict",
     "balanced_peak",
     "balancedness",
     "check_conservation",

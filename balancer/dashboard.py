@@ -31,7 +31,8 @@ __all__ = ["Dashboard", "JsonlSink", "load_heatmap", "read_jsonl", "training_lay
 Layout = Mapping[str, Mapping[str, Sequence[str]]]
 
 _PHASES = (
-    "data", "route", "counts", "dispatch", "experts", "combine", "forward", "backward", "optimizer", "step",
+    "data", "route", "counts", "dispatch", "experts", "combine", "forward", "backward", "optimizer",
+    "control", "step",
 )  # fmt: skip
 _FLUSH_EVERY_S = 10
 _EVENTS = re.compile(r"tfevents\.(\d+)\.")
@@ -167,8 +168,9 @@ def training_layout() -> dict[str, dict[str, list[str]]]:
     """Return the custom scalars layout of a training run: category -> chart -> regular expressions of tags.
 
     Balance: balance/{balancedness_mean,balancedness_sum,max_violation,entropy,dead_experts},
-    balance/layer_NN. Loss: loss/{total,ce,balance,z}, bpb/valid/DOMAIN, optim/{lr,grad_norm}. Speed:
-    time_ms/PHASE, speed/tokens_per_s, comm/PHASE_mib.
+    balance/layer_NN. Control: control/..., of the loops that act. Collapse: collapse/..., of the monitor;
+    both are means and the worst layer. Loss: loss/{total,ce,balance,z}, bpb/valid/DOMAIN,
+    optim/{lr,grad_norm}. Speed: time_ms/PHASE, speed/tokens_per_s, comm/PHASE_mib.
     """
     return {
         "Balance": {
@@ -177,6 +179,31 @@ def training_layout() -> dict[str, dict[str, list[str]]]:
             "max violation (0 = even)": ["^balance/max_violation$"],
             "normalised entropy (1 = even)": ["^balance/entropy$"],
             "dead experts": ["^balance/dead_experts$"],
+        },
+        "Control": {
+            "balance loss, coefficient": ["^control/balance_loss_(mean|most)$"],
+            "bias gain, reinforcement": ["^control/(gain_mean|reinforcement_most)$"],
+            "gain / reinforcement (over 1 = holds)": ["^control/gain_margin_least$"],
+            "largest bias": ["^control/bias_largest$"],
+            "share of biases at their limit": ["^control/bias_saturation_most$"],
+            "routers' learning rate, factor": ["^control/router_lr_factor$"],
+        },
+        "Collapse": {
+            "worst layer (3 = collapsing, 4 = collapsed)": ["^collapse/state_worst$"],
+            "layers that collapse": ["^collapse/layers_collapsing$"],
+            "least entropy (1 = even)": ["^collapse/entropy_least$"],
+            "least effective experts": ["^collapse/effective_experts_least$"],
+            "most dead experts": ["^collapse/dead_experts_most$"],
+            "largest share": ["^collapse/max_share_most$"],
+            "violation over its floor": ["^collapse/excess_(mean|most)$"],
+            "chart over its limit (1 = sign)": ["^collapse/slow_chart_most$"],
+            "growth of the unevenness": ["^collapse/growth_most$"],
+            "autocorrelation": ["^collapse/autocorrelation_most$"],
+            "dispersion of the counts (1 = chance)": ["^collapse/dispersion_mean$"],
+            "changes of domain": ["^collapse/switches_mean$"],
+            "tokens near a choice, over before": ["^collapse/swap_density_least$"],
+            "logits over before, ln": ["^collapse/logit_rise_most$"],
+            "confidence": ["^collapse/confidence_mean$"],
         },
         "Loss": {
             "loss": ["^loss/(total|ce)$"],

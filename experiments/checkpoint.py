@@ -21,7 +21,7 @@ from experiments.rundir import RunDir, write_whole
 
 WEIGHTS = "model.safetensors"
 MANIFEST = "manifest.json"
-FORMAT = 2
+FORMAT = 3
 _NAME = re.compile(r"step-(\d{8,})")
 
 

@@ -9,10 +9,12 @@ import difflib
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
+from balancer.control_config import ControlConfig
+from balancer.supervisor import init_supervisor
 from experiments.data import DataConfig
 from experiments.train_config import TrainConfig
 from moe.config import ModelConfig, MoEConfig
@@ -27,6 +29,7 @@ SECTIONS: dict[str, type] = {
     "moe": MoEConfig,
     "router": RouterConfig,
     "train": TrainConfig,
+    "control": ControlConfig,
 }
 
 # Fields that follow from another setting. Setting one in TOML is an error that names where to set it.
@@ -48,6 +51,8 @@ RESUMABLE_WHY: dict[str, str] = {
     "train.timeout_s": "only how long a rank waits for the others",
     "train.ledger": "only whether traffic is recorded",
     "train.export": "only whether the final model is also written as safetensors",
+    "control.monitor": "it only watches; turned on it starts anew",
+    "control.stale_after_steps": "only when the monitor says so",
 }
 RESUMABLE: frozenset[str] = frozenset(RESUMABLE_WHY)
 RESHAPABLE_WHY: dict[str, str] = {
@@ -66,6 +71,7 @@ class Config:
     data: DataConfig
     model: ModelConfig
     train: TrainConfig
+    control: ControlConfig = field(default_factory=ControlConfig)
 
     @property
     def moe(self) -> MoEConfig:
@@ -246,7 +252,31 @@ def _build(values: Mapping[str, Mapping[str, Any]]) -> Config:
     router = RouterConfig(d_model=d_model, **given("router"))
     moe = MoEConfig(router=router, **given("moe"))
     model = ModelConfig(moe=moe, vocab_size=data.vocab_size, **given("model"))
-    return Config(data=data, model=model, train=TrainConfig(**given("train")))
+    train, control = TrainConfig(**given("train")), ControlConfig(**given("control"))
+    _check_control(control, router, train)
+    return Config(data=data, model=model, train=train, control=control)
+
+
+def _check_control(control: ControlConfig, router: RouterConfig, train: TrainConfig) -> None:
+    """Raise ValueError for a control that router or schedule leave nothing to do."""
+    if control.bias != "off" and router.forced:
+        raise ValueError(
+            f"control.bias={control.bias!r} has no effect: router.forced={router.forced!r} draws the experts "
+            "whatever the scores say; leave one of the two out"
+        )
+    if control.acts and router.top_k >= router.num_experts:
+        raise ValueError(
+            f"router.top_k={router.top_k} of router.num_experts={router.num_experts} experts: every token "
+            "selects all, and no control can move the load; use control.bias=off, control.supervisor=false"
+        )
+    if control.supervisor:
+        init_supervisor(control, 1, router.balance_loss)
+        if control.rollback and train.schedule == "deepspeed":
+            raise ValueError(
+                "control.rollback=true lowers the routers' learning rate, and with "
+                "train.schedule='deepspeed' the JSON's scheduler sets it: use control.rollback=false, or "
+                "another schedule"
+            )
 
 
 def defaults_of(section: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 view."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -85,8 +85,12 @@ class Recorder:
             step, {**{f"bpb/valid/{name}": b for name, b in bits.items()}, "bpb/valid/mean": mean}
         )
 
+    def alarms(self, step: int, lines: Sequence[str]) -> None:
+        """Alarms and actions of the control, as one text of the step."""
+        self.board.text(step, "alarms", "\n\n".join(lines))
+
     def event(self, step: int, kind: str, **facts: Any) -> None:
-        """Something that happened: start, baselines, resume, checkpoint, stop, error."""
+        """Something that happened: start, baselines, resume, checkpoint, alarm, control, rollback, error."""
         self.metrics.write({"kind": kind, "step": step, **facts})
 
     def sync(self) -> None:

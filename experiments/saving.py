@@ -27,7 +27,7 @@ from experiments import checkpoint, state_tree
 from experiments.checkpoint import Checkpoint
 from experiments.job import RankRaisedError, decide_on_main, do_on_all
 from experiments.reshape import sequences
-from experiments.rundir import write_whole
+from experiments.rundir import RunDir, write_whole
 from moe import shards, zero, zero_state
 
 if TYPE_CHECKING:
@@ -53,9 +53,9 @@ class Stateful(Protocol):
 # ---- writing --------------------------------------------------------------------------------------------
 
 
-def save(trainer: "Trainer", step: int) -> Path:
+def save(trainer: "Trainer", step: int) -> tuple[Path, tuple[int, ...]]:
     """Write the checkpoint of a step: all ranks into a folder aside, which rank 0 lists, syncs and
-    renames."""
+    renames. Returns its path, and the steps of all checkpoints that the run has now."""
     job = trainer.job
     check_finite(trainer, step)
     aside = trainer.run.checkpoints / f"{checkpoint.folder_name(step)}.partial"
@@ -73,7 +73,7 @@ def save(trainer: "Trainer", step: int) -> Path:
         raise
 
 
-def _finish(trainer: "Trainer", aside: Path, step: int) -> Path:
+def _finish(trainer: "Trainer", aside: Path, step: int) -> tuple[Path, tuple[int, ...]]:
     """Check that every rank has written, and make the folder a checkpoint; rank 0 only."""
     for rank in range(trainer.job.world_size):
         for folder in ("state", "random"):
@@ -84,10 +84,21 @@ def _finish(trainer: "Trainer", aside: Path, step: int) -> Path:
                 )
     assert trainer.records is not None, "rank 0 opens the records before the first step"
     trainer.records.sync()  # first what the checkpoint's step has in the records, then the checkpoint
-    keep = trainer.config.train.keep_checkpoints
-    path = checkpoint.finish(aside, step, trainer.job.world_size, keep)
+    keep, needed = trainer.config.train.keep_checkpoints, -1
+    if trainer.control is not None:
+        needed = trainer.control.needed_checkpoint((*trainer.checkpoint_steps, step))
+    before = [old for old in trainer.checkpoint_steps if needed <= old < step] if needed >= 0 else []
+    path = checkpoint.finish(aside, step, trainer.job.world_size, max(keep, len(before) + 1))
+    for old in before[: -keep + 1 or None]:  # what lies between the needed one and the newest
+        if old != needed:
+            shutil.rmtree(path.with_name(checkpoint.folder_name(old)), ignore_errors=True)
     trainer.records.event(step, "checkpoint", path=path.name)
-    return path
+    return path, checkpoint_steps(trainer.run)
+
+
+def checkpoint_steps(run: RunDir) -> tuple[int, ...]:
+    """The steps of a run's checkpoints, the oldest first; nothing in them is verified."""
+    return tuple(sorted(int(path.name.removeprefix("step-")) for path in run.checkpoints.glob("step-*[0-9]")))
 
 
 def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
@@ -160,13 +171,42 @@ def load(trainer: "Trainer", found: Checkpoint) -> None:
     files = [found.path / "state" / f"rank-{rank}.safetensors" for rank in range(found.world_size)]
     zero_state.set_counters(trainer.engine, facts["engine"])  # refuses before anything changes
     shards.load(trainer.engine, files)
+    _load_buffers(trainer, found)
+    states = _loop_states(found, facts)
+    for name, loop in trainer.loops.items():
+        if name in states:
+            loop.load_state_dict(states[name])
+    _load_random(trainer, found)
+
+
+def roll_back(trainer: "Trainer", step: int) -> dict[str, Any]:
+    """Take weights, moments and buffers of an older checkpoint into a run that goes on. Collective.
+
+    Step number, data and random state go on, so that nothing is trained on twice and records are only
+    appended to; the optimizer's own count of steps goes with its moments. Returns the states of the loops in
+    that checkpoint. Raises ValueError on every rank where it is broken or gone.
+    """
+    path = trainer.run.checkpoints / checkpoint.folder_name(step)
+    found = decide_on_main(trainer.job, lambda: checkpoint.verify(path))
+    facts = do_on_all(trainer.job, lambda: _read_facts(trainer, found))
+    files = [found.path / "state" / f"rank-{rank}.safetensors" for rank in range(found.world_size)]
+    now = zero_state.counters(trainer.engine)
+    going_on = {name: now[name] for name in (*zero_state.COUNTERS, "scheduler")}
+    zero_state.set_counters(trainer.engine, facts["engine"] | going_on)
+    shards.load(trainer.engine, files)
+    _load_buffers(trainer, found)
+    return _loop_states(found, facts)
+
+
+def _load_buffers(trainer: "Trainer", found: Checkpoint) -> None:
     buffers = dict(trainer.model.named_buffers())
     for name, value in load_file(found.path / BUFFERS).items():
         buffers[name].copy_(value)
+
+
+def _loop_states(found: Checkpoint, facts: dict[str, Any]) -> dict[str, Any]:
     arrays = load_file(found.path / LOOPS)
-    for name, loop in trainer.loops.items():
-        loop.load_state_dict(state_tree.unpack(facts["loops"][name], arrays))
-    _load_random(trainer, found)
+    return {name: state_tree.unpack(packed, arrays) for name, packed in facts["loops"].items()}
 
 
 def _read_facts(trainer: "Trainer", found: Checkpoint) -> dict[str, Any]:
@@ -176,8 +216,10 @@ def _read_facts(trainer: "Trainer", found: Checkpoint) -> dict[str, Any]:
     have = sequences(trainer.config, trainer.job.world_size)
     if had != have:
         raise ValueError(f"{found.path} was trained with {had} sequences a step, and this run takes {have}")
+    # a control that only watches changes nothing: it may come and go
+    free = set() if trainer.config.control.acts else {"control"}
     for what, now, saved in (
-        ("loops", trainer.loops.keys(), facts["loops"].keys()),
+        ("loops", trainer.loops.keys() - free, facts["loops"].keys() - free),
         ("buffers", _buffers(trainer).keys(), load_file(found.path / BUFFERS).keys()),
     ):
         if now != saved:

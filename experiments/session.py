@@ -15,9 +15,10 @@ from typing import IO, Any
 
 import torch
 
-from experiments import checkpoint, rundir, saving
+from experiments import checkpoint, control_records, rundir, saving
 from experiments.communication import Communication
 from experiments.config import Config, load_config
+from experiments.control import TrainingControl, make_control, meter_settings
 from experiments.corpus import Corpus
 from experiments.data import load_corpus
 from experiments.describe import describe, table, unit
@@ -32,6 +33,7 @@ from experiments.watching import Watching, add_hint, limit_waits
 from experiments.weights import load_initial
 from moe import LoadMeter, NonFiniteRouterError, zero
 from moe.model import Transformer
+from moe.naming import phase
 from moe.timing import PhaseTimer
 from moe.warmup import warm
 
@@ -57,6 +59,9 @@ class Trainer:
     records: Recorder | None = None
     lock: IO[str] | None = None
     last_checkpoint: Path | None = None
+    checkpoint_steps: tuple[int, ...] = ()
+    control: TrainingControl | None = None
+    router_lr_factor: float = 1.0  # on the learning rate of the routers' gate weights
     # name -> what has a state of its own besides the model's; registered before the run is restored
     loops: dict[str, saving.Stateful] = field(default_factory=dict)
     bigram: dict[str, float] = field(default_factory=dict)
@@ -132,7 +137,7 @@ def build(
 ) -> Trainer:
     """Model, meter, timer and engine."""
     lock = lock_on_main(job, run)
-    meter = LoadMeter(job.world_size, job.rank)
+    meter = LoadMeter(job.world_size, job.rank, **meter_settings(config))
     timer = PhaseTimer(job.device)
     model = Transformer(
         config.model,
@@ -151,7 +156,7 @@ def build(
         warm(DTYPES[config.model.dtype])  # compile before the first step, not within it
     engine = zero.make_engine(model, settings, config.train.weight_decay)
     limit_waits(config.train.timeout_s)  # the engine's own groups too
-    return Trainer(
+    trainer = Trainer(
         config=config,
         job=job,
         settings=settings,
@@ -164,8 +169,11 @@ def build(
         model=model,
         engine=engine,
         windows=validation_windows(config, corpus),
+        router_lr_factor=config.train.router_lr_factor,
         lock=lock,
     )
+    trainer.control = make_control(trainer)
+    return trainer
 
 
 def lock_on_main(job: Job, run: RunDir) -> IO[str] | None:
@@ -185,6 +193,8 @@ def restore(trainer: Trainer) -> int:
         return 0
     saving.load(trainer, found)
     trainer.last_checkpoint = found.path
+    steps = decide_on_main(job, lambda: saving.checkpoint_steps(trainer.run))
+    trainer.checkpoint_steps = tuple(step for step in steps if step <= found.step)
     if job.is_main:
         _say(f"resuming {trainer.run.path} after step {found.step}")
     if found.step >= trainer.config.train.steps:
@@ -219,6 +229,8 @@ def _open_on_main(trainer: Trainer, resumed_at: int | None) -> None:
     trainer.records = Recorder(trainer.run, trainer.config, trainer.meter.num_layers, ep_size, resumed_at)
     for line in describe(trainer):
         _say(line)
+    if trainer.control is not None and trainer.config.control.acts:
+        _say(control_records.described(trainer.config.control))
     simple = baselines(trainer.corpus, trainer.windows)
     trainer.bigram = simple["bigram"]
     if resumed_at is not None:
@@ -231,6 +243,14 @@ def _open_on_main(trainer: Trainer, resumed_at: int | None) -> None:
 
 
 # ---- between the steps ----------------------------------------------------------------------------------
+
+
+def control_step(trainer: Trainer, outcome: Any, progress: Progress) -> bool:
+    """Let the control act on a step; returns whether the weights were rolled back."""
+    if trainer.control is None:
+        return False
+    with trainer.timer("control"), phase("control"), trainer.watch.guard("control"):
+        return trainer.control.after(outcome, progress)
 
 
 def record_step(trainer: Trainer, outcome: Any, progress: Progress) -> None:
@@ -260,6 +280,8 @@ def record_step(trainer: Trainer, outcome: Any, progress: Progress) -> None:
     }
     if outcome.traffic is not None:
         values |= outcome.traffic.scalars()
+    if trainer.control is not None and trainer.control.report is not None:
+        values |= control_records.scalars(trainer.control.report)
     scalars = records.step(outcome.sample, values, times)
     figures = {
         "loss": f"{outcome.ce:.3f}",
@@ -287,7 +309,7 @@ def restart_clock(trainer: Trainer, step: int) -> None:
 
 def save(trainer: Trainer, step: int) -> None:
     """Write a checkpoint, and take no time of it for training's."""
-    trainer.last_checkpoint = saving.save(trainer, step)
+    trainer.last_checkpoint, trainer.checkpoint_steps = saving.save(trainer, step)
     restart_clock(trainer, step)
 
 

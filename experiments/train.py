@@ -247,7 +247,10 @@ def run_steps(trainer: "Trainer", start: int, stop: Any) -> int:
         trainer.watch.step(step)
         with trainer.timer("step"):
             outcome = train_step(trainer, step, stop.received)
+            rolled_back = session.control_step(trainer, outcome, progress)
         session.record_step(trainer, outcome, progress)
+        if rolled_back:  # weights are as they were once, and were seen to move then
+            moving = Moving(trainer, progress.say)
         with phase("sample"), trainer.watch.guard("check of the updates"):
             moving.after(step, outcome.lr)
         last = step == train.steps or outcome.stop
@@ -273,7 +276,8 @@ class StepOutcome:
     """What one optimizer step gave, the same on every rank.
 
     sample: LoadSample of the step;  ce, aux: nats per token of the global batch;  stop: somebody asked to
-    stop;  traffic: Traffic of the steps since the last report, None where this step reports none.
+    stop;  traffic: Traffic of the steps since the last report, None where this step reports none;
+    checks_P: [world] what each rank's control had set for this step, empty without a control.
     """
 
     sample: Any
@@ -283,6 +287,7 @@ class StepOutcome:
     lr: float
     grad_norm: float
     stop: bool
+    checks_P: Any
 
 
 def train_step(trainer: "Trainer", step: int, stop: bool) -> StepOutcome:
@@ -300,11 +305,7 @@ def train_step(trainer: "Trainer", step: int, stop: bool) -> StepOutcome:
 
     config, job, engine, timer = trainer.config, trainer.job, trainer.engine, trainer.timer
     train, length, guard = config.train, config.model.seq_len, trainer.watch.guard
-    lr = learning_rate(train, step)
-    if lr is not None:
-        for group in engine.optimizer.param_groups:
-            group["lr"] = lr
-    lr = float(engine.optimizer.param_groups[0]["lr"])  # before the step: a scheduler moves it on
+    lr = set_rates(trainer, step)
     # every sequence of the corpus is full, so all ranks know the valid tokens of the global batch
     global_tokens = train.micro_batch * train.accumulation * job.world_size * length
     factor = job.world_size * train.accumulation / global_tokens
@@ -325,8 +326,9 @@ def train_step(trainer: "Trainer", step: int, stop: bool) -> StepOutcome:
         sums_3[1] += aux_sum.detach()
     trainer.communication.end_step()
     figures_X = trainer.communication.figures(reports(train, step)).to(job.device)
+    checks_P = trainer.control.checks() if trainer.control is not None else sums_3[:0]
     with phase("sample"), guard("load sample"):
-        sample = trainer.meter.sample(step, torch.cat([sums_3, figures_X]))
+        sample = trainer.meter.sample(step, torch.cat([sums_3, checks_P, figures_X]))
     ce, aux = sample.extra_X[0] / global_tokens, sample.extra_X[1] / global_tokens
     if not math.isfinite(ce + aux):
         raise FloatingPointError(
@@ -338,13 +340,35 @@ def train_step(trainer: "Trainer", step: int, stop: bool) -> StepOutcome:
         raise FloatingPointError(f"step {step}: the gradient norm is not finite; {trainer.last_good()}")
     return StepOutcome(
         sample=sample,
-        traffic=trainer.communication.traffic(sample.extra_X[3:]),
+        traffic=trainer.communication.traffic(sample.extra_X[3 + checks_P.numel() :]),
+        checks_P=sample.extra_X[3 : 3 + checks_P.numel()],
         ce=float(ce),
         aux=float(aux),
         lr=lr,
         grad_norm=math.nan if norm is None else float(norm),
         stop=bool(sample.extra_X[2] > 0),
     )
+
+
+def set_rates(trainer: "Trainer", step: int) -> float:
+    """Set the learning rate of every group for this step; returns that of all but the routers' weights.
+
+    The routers' is it times trainer.router_lr_factor, which is train.router_lr_factor at first. Raises
+    ValueError for a factor other than 1 where DeepSpeed's scheduler is in charge.
+    """
+    from moe import zero
+
+    train, groups = trainer.config.train, trainer.engine.optimizer.param_groups
+    lr, factor = learning_rate(train, step), trainer.router_lr_factor
+    if lr is not None:
+        zero.set_learning_rates(trainer.engine, lr, factor)
+    elif factor != 1.0:
+        raise ValueError(
+            f'router_lr_factor={factor} in step {step}: under train.schedule="deepspeed" its scheduler sets '
+            'every learning rate; use schedule="cosine" or "constant"'
+        )
+    # before the step: a scheduler moves it on
+    return float(next(group["lr"] for group in groups if group.get("name") != zero.ROUTER))
 
 
 def learning_rate(train: TrainConfig, step: int) -> float | None:

@@ -1,5 +1,6 @@
 """TrainConfig: the section [train]. Every field's help names its unit and a good value."""
 
+import math
 from dataclasses import dataclass, field
 
 SCHEDULES = ("cosine", "constant", "deepspeed")
@@ -25,6 +26,13 @@ class TrainConfig:
     )
     lr: float = field(
         default=2e-3, metadata={"help": "peak learning rate per step; 2e-3 (tiny), 3e-4 (1e9 parameters)"}
+    )
+    router_lr_factor: float = field(
+        default=1.0,
+        metadata={
+            "help": "learning rate of the routers' gate weights as a multiple of lr; 1.0, less where routers "
+            "run away"
+        },
     )
     min_lr_frac: float = field(
         default=0.1, metadata={"help": "last learning rate as a fraction of lr (cosine only); 0.1"}
@@ -98,6 +106,17 @@ class TrainConfig:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be {least} or more")
         if not self.lr > 0:
             raise ValueError(f"train.lr={self.lr} must be more than 0; a tiny model takes 2e-3")
+        if not 0 < self.router_lr_factor < math.inf:
+            raise ValueError(
+                f"train.router_lr_factor={self.router_lr_factor} must be more than 0, and finite; 1.0 = the "
+                "routers learn as fast as the rest"
+            )
+        if self.schedule == "deepspeed" and self.router_lr_factor != 1.0:
+            raise ValueError(
+                f"train.router_lr_factor={self.router_lr_factor} does not go with "
+                'train.schedule="deepspeed": its scheduler sets every learning rate by itself; use '
+                'router_lr_factor=1.0, or schedule="cosine" or "constant"'
+            )
         if not self.min_lr_frac <= 1:
             raise ValueError(f"train.min_lr_frac={self.min_lr_frac} must be a fraction in 0..1; 0.1 is usual")
         for name in ("beta1", "beta2"):

@@ -112,10 +112,11 @@ def test_layout_draws_every_tag_of_a_training_run_and_no_other():
     tags += [f"balance/{name}" for name in ("balancedness_mean", "balancedness_sum", "max_violation")]
     tags += ["balance/entropy", "balance/dead_experts", "balance/layer_00", "balance/layer_59"]
     phases = ("data", "route", "counts", "dispatch", "experts", "combine", "forward", "backward", "optimizer")
-    tags += [f"time_ms/{name}" for name in (*phases, "step")]
+    tags += [f"time_ms/{name}" for name in (*phases, "control", "step")]
+    tags += ["control/balance_loss_mean", "control/gain_mean", "collapse/state_worst", "collapse/excess_most"]
     tags += ["speed/tokens_per_s", "optim/lr", "optim/grad_norm"]
     layout = training_layout()
-    assert list(layout) == ["Balance", "Loss", "Speed"]
+    assert list(layout) == ["Balance", "Control", "Collapse", "Loss", "Speed"]
     patterns = [p for charts in layout.values() for chart in charts.values() for p in chart]
     for tag in tags:
         assert sum(bool(re.match(p, tag)) for p in patterns) == 1, tag

@@ -58,16 +58,16 @@ DAMAGES = {
     "removed": (lambda p: p.unlink(), "rank-0 is missing"),
     "no manifest": (lambda p: (p.parents[1] / "manifest.json").unlink(), "manifest.json cannot be read"),
     "torn manifest": (lambda p: (p.parents[1] / "manifest.json").write_text('{"format"'), "cannot be read"),
-    "other format": (lambda p: (p.parents[1] / "manifest.json").write_text("[]"), "no manifest of format 2"),
+    "other format": (lambda p: (p.parents[1] / "manifest.json").write_text("[]"), "no manifest of format 3"),
     "earlier format": (
         lambda p: (p.parents[1] / "manifest.json").write_text(
-            '{"format": 1, "step": 3, "world_size": 2, "files": {}}'
+            '{"format": 2, "step": 3, "world_size": 2, "files": {}}'
         ),
-        "is of format 1, and this version reads format 2: resume with the version that wrote it",
+        "is of format 2, and this version reads format 3: resume with the version that wrote it",
     ),
     "no fields": (
-        lambda p: (p.parents[1] / "manifest.json").write_text('{"format": 2}'),
-        "no manifest of format 2",
+        lambda p: (p.parents[1] / "manifest.json").write_text('{"format": 3}'),
+        "no manifest of format 3",
     ),
 }
 

@@ -104,6 +104,11 @@ def test_derived_follows_the_default_when_the_file_is_silent(toml):
         ("[train]\nsteps = 0", ["run.toml", "train.steps=0 must be 1 or more"]),
         ("[train]\nep_size = -1", ["train.ep_size=-1 must be 0 or more"]),
         ("[train]\nlr = 0.0", ["train.lr=0.0 must be more than 0"]),
+        ("[train]\nrouter_lr_factor = 0", ["train.router_lr_factor=0.0", "more than 0"]),
+        (
+            "[train]\nrouter_lr_factor = 0.5\nschedule = 'deepspeed'",
+            ["train.router_lr_factor=0.5", 'train.schedule="deepspeed"', "cosine"],
+        ),
         ("[train]\nmin_lr_frac = 2", ["train.min_lr_frac=2.0", "0..1"]),
         ("[train]\nbeta2 = 1", ["train.beta2=1.0 must be below 1"]),
         ("[train]\nclip = -1", ["train.clip=-1.0 must be 0 or more"]),

@@ -89,4 +89,6 @@ def test_heat_map_is_served_as_an_image(board):
 
 def test_custom_layout_is_served(board):
     layout = json.loads(board("plugin/custom_scalars/layout"))
-    assert [category["title"] for category in layout["category"]] == ["Balance", "Loss", "Speed"]
+    assert [category["title"] for category in layout["category"]] == [
+        "Balance", "Control", "Collapse", "Loss", "Speed",
+    ]  # fmt: skip

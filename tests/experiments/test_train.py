@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from safetensors.torch import load_file as load_tensors
 from balancer import load_trace
 from experiments.config import TrainConfig, load_config
 from experiments.state_tree import unpack
-from experiments.train import learning_rate
+from experiments.train import learning_rate, set_rates
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -658,3 +659,31 @@ def test_learning_rate_warms_up_and_falls_to_its_floor():
     constant = TrainConfig(steps=100, warmup_steps=0, lr=0.5, schedule="constant")
     assert learning_rate(constant, 1) == learning_rate(constant, 100) == 0.5
     assert learning_rate(TrainConfig(schedule="deepspeed"), 3) is None
+
+
+def trainer_at(schedule, router_lr_factor):
+    """As much of a trainer as its learning rates need."""
+    groups = [{"lr": 0.25, "name": name} for name in ("matrices", "router", "vectors", "ep_size_2")]
+    train = TrainConfig(lr=0.5, schedule=schedule, warmup_steps=0, router_lr_factor=router_lr_factor)
+    engine = SimpleNamespace(optimizer=SimpleNamespace(param_groups=groups))
+    config = SimpleNamespace(train=train)
+    return SimpleNamespace(config=config, engine=engine, router_lr_factor=router_lr_factor)
+
+
+def test_routers_have_their_share_of_the_learning_rate_also_when_it_is_changed():
+    trainer = trainer_at("constant", 0.5)
+    assert set_rates(trainer, 3) == 0.5
+    rates = [group["lr"] for group in trainer.engine.optimizer.param_groups]
+    assert rates == [0.5, 0.25, 0.5, 0.5]
+    trainer.router_lr_factor = 0.125
+    assert set_rates(trainer, 4) == 0.5
+    assert [group["lr"] for group in trainer.engine.optimizer.param_groups] == [0.5, 0.0625, 0.5, 0.5]
+
+
+def test_deepspeeds_scheduler_keeps_its_rates_and_another_factor_is_refused():
+    trainer = trainer_at("deepspeed", 1.0)
+    assert set_rates(trainer, 3) == 0.25
+    trainer.router_lr_factor = 0.5
+    with pytest.raises(ValueError, match=r'router_lr_factor=0.5 in step 4: under train.schedule="deepspeed"'):
+        set_rates(trainer, 4)
+    assert [group["lr"] for group in trainer.engine.optimizer.param_groups] == [0.25] * 4

@@ -1,0 +1,48 @@
+"""The charts' limits give the run length that is asked for, and what the charts take for growth."""
+
+import numpy as np
+import pytest
+
+from balancer.monitor_charts import SLACKS, chart_limit, chart_limits, run_length
+from balancer.monitor_config import MonitorConfig
+
+
+@pytest.mark.parametrize(("slack", "limit"), [(0.5, 18.35), (1.0, 9.29), (2.0, 4.41)])
+def test_the_limits_of_the_design_give_six_hundred_million_samples(slack, limit):
+    assert run_length(slack, limit) == pytest.approx(6e8, rel=0.05)  # limits are given to 2 places
+    assert chart_limit(slack, 6e8) == pytest.approx(limit, abs=0.006)
+
+
+@pytest.mark.parametrize("slack", SLACKS)
+def test_limit_and_run_length_are_inverse(slack):
+    for samples in (100.0, 1e4, 1e9):
+        assert run_length(slack, chart_limit(slack, samples)) == pytest.approx(samples, rel=1e-9)
+
+
+@pytest.mark.parametrize(("slack", "limit"), [(0.5, 4.0), (1.0, 2.0)])
+def test_the_run_length_is_that_of_a_simulated_chart(slack, limit):
+    chains, steps = 4000, 4000
+    rng, chart_N, alive_N = np.random.default_rng(0), np.zeros(chains), np.ones(chains, dtype=bool)
+    length_N = np.full(chains, steps)
+    for t in range(steps):
+        chart_N = np.maximum(0.0, chart_N + rng.standard_normal(chains) - slack)
+        crossed_N = alive_N & (chart_N >= limit)
+        length_N[crossed_N], alive_N = t + 1, alive_N & ~crossed_N
+    assert alive_N.mean() < 1e-3  # all but cut off
+    # the formula is good to 7 %; 4,000 chains to 1.6 %
+    assert length_N.mean() == pytest.approx(run_length(slack, limit), rel=0.1)
+
+
+def test_charts_in_parallel_have_the_same_run_length_in_all():
+    alone, three = chart_limit(0.5, 1e6), chart_limit(0.5, 1e6, 3)
+    assert three - alone == pytest.approx(np.log(3.0))
+    limits = chart_limits(MonitorConfig(false_alarm_samples=1e6))
+    assert limits.limit_C1[0, 0] == pytest.approx(three)
+
+
+@pytest.mark.parametrize(("slack", "samples"), [(0.0, 1e6), (0.5, 1.0), (0.5, float("inf"))])
+def test_a_limit_that_cannot_be_is_refused(slack, samples):
+    with pytest.raises(ValueError, match="samples"):
+        chart_limit(slack, samples)
+    with pytest.raises(ValueError, match="must be above 0"):
+        run_length(-1.0, 4.0)
