@@ -4,6 +4,8 @@ Knows no torch and no model: counts go in, placements and biases come out. Impor
 needs more (TensorBoard, numba, scipy) imports it on use. So this folder can be copied into other code.
 """
 
+from balancer.bias import LAWS, init_bias, law, switch_law, update_bias
+from balancer.bias_record import Measurement, read_measurement
 from balancer.bound import peak_bound
 from balancer.connect import connected_placement, default_placement
 from balancer.control_config import ControlConfig
@@ -49,6 +51,7 @@ from balancer.trace import Trace, TraceWriter, check_conservation, load_trace, s
 
 __all__ = [
     "FORECASTERS",
+    "LAWS",
     "REGIMES",
     "BalancerLoop",
     "CollapseMonitor",
@@ -59,6 +62,7 @@ __all__ = [
     "Forecast",
     "Forecaster",
     "JsonlSink",
+    "Measurement",
     "MonitorConfig",
     "Move",
     "PlacementConfig",
@@ -87,7 +91,9 @@ __all__ = [
     "exact_split",
     "fill_spare_slots",
     "forecaster",
+    "init_bias",
     "init_dispersion",
+    "law",
     "load_heatmap",
     "load_shares",
     "load_trace",
@@ -102,15 +108,18 @@ __all__ = [
     "plan_to_dict",
     "rank_load",
     "read_jsonl",
+    "read_measurement",
     "rebalance_experts",
     "relabel",
     "save_npz",
     "split_rows",
     "sum_balancedness",
+    "switch_law",
     "synth_trace",
     "total_variation",
     "training_layout",
     "true_shares",
+    "update_bias",
     "update_dispersion",
     "violation_floor",
 ]

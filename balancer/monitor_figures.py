@@ -208,10 +208,10 @@ def check_given(shape_LE: tuple[int, int], fields: dict[str, Any]) -> Given:
         if name in ("swap_delta", "tokens_squared", "balancer_step"):
             continue
         array = np.asarray(value)
-        if array.shape == (layers,) and array.dtype == np.float64 and name.endswith("_L"):
-            if name == "reinforcement_L" or not array.min() < 0:  # nothing to do: the usual case
-                done[name] = array
-                continue
+        usual = array.shape == (layers,) and array.dtype == np.float64 and name.endswith("_L")
+        if usual and (name == "reinforcement_L" or not (array < 0).any()):
+            done[name] = array
+            continue
         if name.endswith("_L") and array.ndim == 0 and array.dtype.kind in "iuf":
             array = np.full(layers, array)  # one for all layers
         shape = {"L": (layers,), "LE": shape_LE, "LP": (layers, array.shape[-1] if array.ndim else 0)}.get(
