@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from experiments import (
+    bench_alarms,
+    bench_control,
     bench_forecast,
     bench_layer,
     bench_placement,
@@ -12,6 +14,8 @@ from experiments import (
 )
 
 BENCHES: dict[str, Callable[[Sequence[str]], int]] = {
+    "alarms": bench_alarms.main,
+    "control": bench_control.main,
     "forecast": bench_forecast.main,
     "layer": bench_layer.main,
     "placement": bench_placement.main,
