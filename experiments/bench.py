@@ -11,6 +11,7 @@ from experiments import (
     bench_skew,
     bench_split,
     bench_stages,
+    bench_training,
 )
 
 BENCHES: dict[str, Callable[[Sequence[str]], int]] = {
@@ -22,6 +23,7 @@ BENCHES: dict[str, Callable[[Sequence[str]], int]] = {
     "skew": bench_skew.main,
     "split": bench_split.main,
     "stages": bench_stages.main,
+    "training": bench_training.main,
 }
 
 
