@@ -26,11 +26,13 @@ KINDS: tuple[str, ...] = ("moe", "gradients", "parameters", "other")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameter:
-    """One parameter of this rank, whole: elements, dimensions, whether it is of experts."""
+    """One parameter of this rank, whole: elements, dimensions, whether it is of experts, or of a router (an
+    optimizer group of its own)."""
 
     numel: int
     ndim: int
     expert: bool
+    router: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,10 +57,10 @@ class Shape:
     def groups(self) -> list[tuple[int, int, list[int]]]:
         """The optimizer's groups: ranks, this one's place among them, elements of each parameter."""
         dense = [p for p in self.parameters if not p.expert]
-        found = [
-            (self.ranks(False), self.topology.rank, [p.numel for p in dense if (p.ndim > 1) == matrices])
-            for matrices in (True, False)
-        ]
+        matrices = [p.numel for p in dense if p.ndim > 1 and not p.router]
+        routers = [p.numel for p in dense if p.router]
+        vectors = [p.numel for p in dense if p.ndim <= 1]
+        found = [(self.ranks(False), self.topology.rank, numels) for numels in (matrices, routers, vectors)]
         experts = [p.numel for p in self.parameters if p.expert]
         return [group for group in (*found, (self.ranks(True), self.topology.edp_rank, experts)) if group[2]]
 

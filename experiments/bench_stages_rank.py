@@ -105,7 +105,12 @@ def make_contender(config: Config, topology: Topology, groups: Groups, json: dic
     model = Transformer(config.model, topology, groups=groups, layer_class=zero.ZeroMoELayer)
     model.init_weights(config.train.seed)
     parameters = [
-        Parameter(numel=parameter.numel(), ndim=parameter.ndim, expert=".experts." in name)
+        Parameter(
+            numel=parameter.numel(),
+            ndim=parameter.ndim,
+            expert=".experts." in name,
+            router=".router.gate." in name,
+        )
         for name, parameter in model.named_parameters()
     ]
     settings = merge_deepspeed(json, config, topology.world_size, json_name="bench stages")

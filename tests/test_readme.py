@@ -126,4 +126,4 @@ def test_the_keys_that_may_change_on_resume_are_listed():
     from experiments.config import RESUMABLE
 
     listed = README[README.index("These settings may change") :].split("\n\n")[0]
-    assert set(re.findall(r"`(train\.\w+)`", listed)) == RESUMABLE
+    assert set(re.findall(r"`((?:train|control)\.\w+)`", listed)) == RESUMABLE

@@ -179,11 +179,12 @@ def reduced_gradients(topology: Topology, shapes, stage, accumulation) -> Counte
     world, edp = tuple(range(topology.world_size)), tuple(topology.edp_ranks().tolist())
     ep = tuple(topology.ep_ranks().tolist())
     sums = Counter()
-    flat = {"matrices": 0, "vectors": 0, "experts": 0}
+    flat = {"matrices": 0, "router": 0, "vectors": 0, "experts": 0}
     for name, shape in shapes.items():
         expert = ".experts." in name
         group, numel = edp if expert else world, math.prod(shape)
-        flat["experts" if expert else "matrices" if len(shape) > 1 else "vectors"] += numel
+        dense = "router" if ".router.gate." in name else "matrices" if len(shape) > 1 else "vectors"
+        flat["experts" if expert else dense] += numel
         part = (len(group) - 1) * up(numel, len(group)) // len(group) * 4
         if stage < 3:
             times = accumulation if stage == 2 else 1
@@ -202,7 +203,7 @@ def reduced_gradients(topology: Topology, shapes, stage, accumulation) -> Counte
             sums["optimizer", "allreduce", world] += reduced(len(world), 4)
         sums["optimizer", "allreduce", edp] += reduced(len(edp), 4)
     if stage == 3:
-        for group in (world, world, edp, ep):
+        for group in (world, world, world, edp, ep):
             sums["optimizer", "allreduce", group] += reduced(len(group), 8)
     return sums
 
