@@ -20,6 +20,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from experiments.config import find_file
+
 Floats = NDArray[np.float64]
 
 _DRAWS = 10_000
@@ -84,7 +86,8 @@ def train_all(
 
 
 def _name(run: Run, config: str) -> str:
-    settings = json.dumps([config, run.seed, sorted(run.overrides)])
+    text = find_file(config).read_text()  # a changed config is another run
+    settings = json.dumps([text, run.seed, sorted(run.overrides)])
     return hashlib.sha256(settings.encode()).hexdigest()[:16]
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# F4: bits per byte against the violation over its floor, on equal tokens: 43 small runs, some 12 minutes.
+# F4: bits per byte against the violation over its floor, on equal tokens: 43 small runs, some 10 minutes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 mkdir -p runs

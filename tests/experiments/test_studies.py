@@ -79,6 +79,15 @@ def test_a_run_that_is_there_is_not_trained_again_and_one_that_fails_says_why(tm
         train_all([Run("c", "a", 1, ("train.stepz=1",))], "collapse.toml", tmp_path / "runs", workers=1)
 
 
+def test_a_run_of_a_changed_config_is_another_run(tmp_path):
+    config, run = tmp_path / "a.toml", Run("c", "a", 1, ())
+    names = set()
+    for text in ("[train]\nsteps = 1\n", "[train]\nsteps = 2\n"):
+        config.write_text(text)
+        names.add(studies._name(run, str(config)))
+    assert len(names) == 2 and studies._name(run._replace(case="d"), str(config)) in names
+
+
 def test_the_plots_are_pictures():
     arms = {"off": [result(3.0), result(3.1, 1)], "on": [result(2.9, 2)]}
     for data in (dead_over_steps({"a": arms, "b": arms}), bits_by_violation(arms)):
@@ -97,5 +106,5 @@ def test_a_small_study_trains_and_writes_its_table(tmp_path, capsys):
         bench_training.main([*arguments, "--json", str(tmp_path / "o.json"), "--plots", str(tmp_path)]) == 0
     )
     rows = json.loads((tmp_path / "o.json").read_text())["rows"]
-    assert len(rows) == 3 * 3 * 4 and (tmp_path / "training_collapse.png").is_file()
+    assert len(rows) == 4 * 3 * 4 and (tmp_path / "training_collapse.png").is_file()
     assert "fast router" in capsys.readouterr().out
