@@ -60,9 +60,10 @@ class IdentifiedState(NamedTuple):
     noise: see bias_noise. last_LE, earlier_LE: violations one and two measurements ago. change_LE: their last
     change less the effect of the bias. measured_LE: bias of the last measurement. push_LE: (g / Ti) I of the
     integral. mean_LE: running mean of y, mean_square_L: the mean of its squares. ramp_L: 1 where a steady
-    drift has been found. hold_LE: steps that a revived expert is left alone. least_gain_L: asked for by
-    `raise_gain`. gain_L: used last. trust_LE: factor of an expert's own step, less than 1 after one that went
-    too far, more after one that did too little.
+    drift has been found. owed_LE: error of the step before a change of law or gain, whose part in the next
+    step the push makes up for, 0 else. hold_LE: steps that a revived expert is left alone. least_gain_L:
+    asked for by `raise_gain`. gain_L: used last. trust_LE: factor of an expert's own step, less than 1 after
+    one that went too far, more after one that did too little.
     """
 
     near_LE: Floats
@@ -79,6 +80,7 @@ class IdentifiedState(NamedTuple):
     mean_LE: Floats
     mean_square_L: Floats
     ramp_L: Floats
+    owed_LE: Floats
     hold_LE: Floats
     least_gain_L: Floats
     gain_L: Floats
@@ -119,6 +121,7 @@ def identified_law(
     cap = _CAP if delay_steps == 0 else 1.0 / (2 * delay_steps + 1)
     most_trust = _MOST_TRUST if delay_steps == 0 else _MOST_TRUST_DELAYED
     ti = 8.0 * (delay_steps + 1) if integral_steps is None else integral_steps
+    steady = integral_steps is not None and math.isfinite(integral_steps)  # an integral that is always on
 
     def ramps(state: IdentifiedState) -> Floats:
         """1 for layers whose integral is on."""
@@ -144,6 +147,10 @@ def identified_law(
             actuated.lost_LE, state.push_LE, state.trust_LE, most_trust, _BEND, _MOST_STEP,
             change_LE,
         )  # fmt: skip
+        if state.owed_LE.any():
+            owed_LE = gain_L[:, None] * state.trust_LE * state.owed_LE * (1.0 + 1.0 / ti)
+            change_LE -= owed_LE
+            state = state._replace(push_LE=state.push_LE - owed_LE, owed_LE=np.zeros_like(owed_LE))
         if kept[1].size:  # revived ones are left alone until the jump shows
             change_LE[held_LE], state.push_LE[held_LE] = 0.0, kept[1]
             state.hold_LE[held_LE] -= 1.0
@@ -157,19 +164,22 @@ def identified_law(
         }
 
     def raise_gain(least_gain_L: Floats, state: IdentifiedState) -> IdentifiedState:
-        return state._replace(least_gain_L=np.asarray(least_gain_L, dtype=np.float64).copy())
+        state = state._replace(least_gain_L=np.asarray(least_gain_L, dtype=np.float64).copy())
+        if not steady:
+            return state
+        error_LE = _error(state.last_LE, state.tau_LE)
+        push_LE = state.push_LE + state.gain_L[:, None] * state.trust_LE * error_LE
+        return state._replace(push_LE=push_LE, owed_LE=error_LE)
 
     def take_over(
         change_LE: Floats, measurement: Measurement, actuated: Actuated, state: IdentifiedState
     ) -> IdentifiedState:
         """With a finite Ti, the push with which the next change is the last one of the law before."""
-        if not math.isfinite(ti) or integral_steps is None:
+        if not steady:
             return state
         known = _identify(measurement, state)
-        y_LE = measurement.violation_LE
-        gain_L = np.full(len(y_LE), gain) if gain is not None else known.gain_L
-        step_LE = gain_L[:, None] * _error(y_LE, known.tau_LE) * (1.0 + 1.0 / ti)
-        return state._replace(push_LE=change_LE - step_LE)
+        error_LE = _error(measurement.violation_LE, known.tau_LE)
+        return known._replace(push_LE=change_LE.copy(), owed_LE=error_LE)
 
     return Law(
         name="identified", init=_init, update=update, needs=("swaps",), report=report,
@@ -199,6 +209,7 @@ def _init(num_layers: int, num_experts: int, top_k: int) -> IdentifiedState:
         mean_LE=experts(),
         mean_square_L=layers(),
         ramp_L=layers(),
+        owed_LE=experts(),
         hold_LE=experts(),
         least_gain_L=layers(),
         gain_L=layers(),

@@ -46,7 +46,7 @@ def bip_law(delay_steps: int = 0, rounds: int = 4) -> Law:
     """u = b_new - b, b_new = -q from the dual of the assignment that serves each expert alike.
 
     max sum of scores over assignments of K experts to each token and M K / E tokens to each expert has prices
-    p of the tokens and q of the experts; they are found in turn, `rounds` times (2 to 14 in the source), from
+    p of the tokens and q of the experts; they are found in turn, `rounds` times, from
     the bias at hand: p_t = (K+1)-th largest of s_te - q_e, q_e = (M K / E + 1)-th largest of s_te - p_t, none
     below 0. It reads scores, never the load: the noise is that of M tokens. A step without a sample: no
     action. Source: Sun 2025, algorithm 1 (arXiv 2502.15451), which takes all tokens of the batch. Raises

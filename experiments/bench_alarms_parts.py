@@ -1,7 +1,7 @@
 """Parts of `counterpoise bench alarms`: each runs monitors over the same loads and says what they saw."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,8 +58,8 @@ class Found:
 class Watched:
     """A monitor of one setting: when it raised its alarms, [(layer, step)], in entry order."""
 
-    def __init__(self, case: Case, layers: int, settings: dict[str, float] | None = None) -> None:
-        config = MonitorConfig(**(settings or {}))  # type: ignore[arg-type]
+    def __init__(self, case: Case, layers: int, settings: Mapping[str, Any] | None = None) -> None:
+        config = MonitorConfig(**(settings or {}))
         self._core, self._state = init_monitor(layers, case.experts, case.top_k, config)
         self._tokens = case.tokens
         self.alarms: list[tuple[int, int]] = []

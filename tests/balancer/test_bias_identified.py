@@ -71,6 +71,35 @@ def test_the_slope_is_that_of_the_swap_counts():
     np.testing.assert_allclose(state.tau_LE, 0.25 / (50 * 8 / 7), rtol=1e-12)
 
 
+def test_the_bias_of_a_finite_gap_is_taken_out():
+    the_law, zeros = identified_law(), np.zeros((1, 8))
+    curved = swaps((1, 8)) | {"wide_swaps_LE": np.full((1, 8), 600.0)}  # a(delta) 50, a(2 delta) 37.5
+    sample = measured(np.full((1, 8), 1000.0), **curved)
+    _, state = the_law.update(sample, Actuated(zeros, zeros, zeros), the_law.init(1, 8, 2))
+    np.testing.assert_allclose(state.tau_LE, 0.25 / ((2 * 50 - 37.5) * 8 / 7), rtol=1e-12)
+
+
+def test_an_expert_far_from_balance_takes_the_slope_of_the_others():
+    the_law, zeros = identified_law(), np.zeros((1, 8))
+    counts = np.array(
+        [[20.0] + [7980 / 7] * 7]
+    )  # 2 % of its share, and swaps that would say: four times as steep
+    hits = np.array([[4 * 400 / 3] + [400.0] * 7])
+    sample = measured(counts, swaps_LE=hits, wide_swaps_LE=2 * hits, swap_delta=1e-3)
+    _, state = the_law.update(sample, Actuated(zeros, zeros, zeros), the_law.init(1, 8, 2))
+    assert 0.8 < state.tau_LE[0, 0] / state.tau_LE[0, 1] < 1.25
+
+
+def test_a_jump_does_not_start_the_integral():
+    the_law, zeros = identified_law(), np.zeros((1, 8))
+    state = settled(the_law)
+    tilted = 1000.0 + 400.0 * np.where(np.arange(8) % 2, 1.0, -1.0)[None]
+    for step in range(1, 40):  # far off for 6 steps, then even
+        counts = tilted if step <= 6 else np.full((1, 8), 1000.0)
+        _, state = the_law.update(measured(counts, step=step), Actuated(zeros, zeros, zeros), state)
+        assert state.ramp_L[0] == 0 and not state.push_LE.any()
+
+
 def test_the_measured_slope_is_that_of_the_plant():
     config = PlantConfig(num_layers=2, num_experts=32, top_k=2, num_tokens=65536)
     _, _, bias, plant = run(config, identified_law(), 30)
@@ -140,10 +169,11 @@ def test_the_integral_does_not_wind_up_against_a_limit():
     assert (np.abs(state.push_LE) <= 2 * bound).all()
 
 
-def test_a_change_to_a_finite_integral_goes_on_with_the_same_step():
+@pytest.mark.parametrize("gain", [None, 0.3])
+def test_a_change_to_a_finite_integral_goes_on_with_the_same_step(gain):
     shape = (1, 8)
     old = law("linear", gain=1e-3)
-    new = law("identified", gain=0.3, integral_steps=20.0)
+    new = law("identified", gain=gain, integral_steps=20.0)
     tilted = 1000.0 + 150.0 * np.where(np.arange(8) % 2, 1.0, -1.0)[None]
     sample = measured(tilted, step=1, **swaps(shape))
     state = init_bias(old, 1, 8, 2)
@@ -151,8 +181,23 @@ def test_a_change_to_a_finite_integral_goes_on_with_the_same_step():
     change_before = state.change_LE.copy()
     state = switch_law(old, new, sample, state)
     np.testing.assert_array_equal(state.bias_LE, bias_before)
-    _, state = update_bias(new, measured(tilted, step=2, **swaps(shape)), state)
-    np.testing.assert_allclose(state.change_LE, change_before, atol=1e-9)
+    _, state = update_bias(new, measured(tilted, step=2), state)  # the same load, so the same error
+    np.testing.assert_allclose(state.change_LE, change_before, atol=1e-12)
+
+
+def test_a_raised_gain_goes_on_with_the_same_step_where_there_is_an_integral():
+    the_law, zeros = identified_law(gain=0.2, integral_steps=20.0), np.zeros((1, 8))
+    state = settled(the_law)
+    tilted = 1000.0 + 150.0 * np.where(np.arange(8) % 2, 1.0, -1.0)[None]
+    before = zeros
+    for step in range(1, 5):
+        before, state = the_law.update(measured(tilted, step=step), Actuated(zeros, zeros, zeros), state)
+    state = the_law.raise_gain(np.array([0.6]), state)
+    after, state = the_law.update(measured(tilted, step=5), Actuated(zeros, zeros, zeros), state)
+    assert state.gain_L[0] == 0.6
+    np.testing.assert_allclose(after, before, atol=1e-12)
+    later, _ = the_law.update(measured(tilted, step=6), Actuated(zeros, zeros, zeros), state)
+    assert (np.abs(later) > np.abs(after)).all()  # and from there on the integral runs at the new gain
 
 
 def test_a_dead_expert_jumps_once_to_a_quarter_of_its_share_and_is_left_alone():

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from balancer.bias_identified import _gain
 from balancer.bias_kernels import NUM_SUMS
 from balancer.bias_noise import (
     init_noise,
@@ -94,6 +95,34 @@ def test_reinforcement_is_seen_where_violations_grow_and_nowhere_else():
     np.testing.assert_allclose(reinforcement(32, grows), 0.05, rtol=0.35)
     still = follow(series(np.random.default_rng(7), noise=0.1, drift=0.0))
     assert (reinforcement(32, still) < 0.02).all()
+
+
+def test_the_gain_is_twice_the_reinforcement_where_that_is_most():
+    grows = follow(series(np.random.default_rng(6), noise=0.05, drift=0.01, rho=0.05, steps=90))
+    quiet = grows._replace(
+        drift_L=np.zeros(2), square_L=np.zeros(2)
+    )  # neither tracking nor surprise ask for any
+    np.testing.assert_allclose(_gain(32, quiet, 0.75), 2 * reinforcement(32, quiet))
+    assert (_gain(32, quiet, 0.01) == 0.01).all()
+
+
+def test_trust_follows_what_the_last_step_did():
+    #       flipped, flipped small, dead now by a small flip, held up, held up light, moved, within noise
+    last = np.array([[1.0, 1.0, 3.0, 1.0, -0.9, 1.0, 0.05]])
+    y = np.array([[-0.6, -0.3, -0.95, 0.9, -0.85, 0.5, 0.05]])
+    flat, zeros = np.ones_like(y), np.zeros_like(y)
+    for start, wanted in (
+        (1.0, [0.5, 1.0, 1.0, 1.4, 1.4, 1.0, 1.0]),
+        (0.5, [0.2625, 0.525, 0.525, 0.735, 0.735, 0.525, 0.525]),
+        (7.0, [3.325, 6.65, 6.65, 8.0, 6.65, 6.65, 6.65]),
+    ):
+        trust, change = np.full_like(y, start), np.empty_like(y)
+        bias_kernels().act_layers(
+            y, last, np.array([0.1]), flat, np.array([0.5]), np.zeros(1), 8.0, zeros, zeros.copy(), trust,
+            8.0, 1e9, 1e9, change,
+        )  # fmt: skip
+        np.testing.assert_allclose(trust[0], wanted)
+        np.testing.assert_allclose(change, -0.5 * trust * y, rtol=1e-6)
 
 
 def test_compiled_kernels_equal_their_plain_twins():

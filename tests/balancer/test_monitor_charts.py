@@ -3,7 +3,15 @@
 import numpy as np
 import pytest
 
-from balancer.monitor_charts import SLACKS, chart_limit, chart_limits, run_length
+from balancer.monitor_charts import (
+    SLACKS,
+    chart_limit,
+    chart_limits,
+    init_charts,
+    run_length,
+    start_charts,
+    update_charts,
+)
 from balancer.monitor_config import MonitorConfig
 
 
@@ -46,3 +54,26 @@ def test_a_limit_that_cannot_be_is_refused(slack, samples):
         chart_limit(slack, samples)
     with pytest.raises(ValueError, match="must be above 0"):
         run_length(-1.0, 4.0)
+
+
+def autocorrelated(layers: int, steps: int, seed: int) -> np.ndarray:
+    """y [steps, layers]: AR(.9) around -1 with innovations of .1."""
+    rng = np.random.default_rng(seed)
+    dev_TL = np.zeros((steps, layers))
+    dev_TL[0] = 0.1 / np.sqrt(1 - 0.9**2) * rng.standard_normal(layers)
+    for t in range(1, steps):
+        dev_TL[t] = 0.9 * dev_TL[t - 1] + 0.1 * rng.standard_normal(layers)
+    return dev_TL - 1.0
+
+
+def test_what_is_only_autocorrelated_is_whitened_before_it_is_charted():
+    y_TL, layers = autocorrelated(100, 2000, 3), 100
+    config, never = MonitorConfig(), np.zeros(100, dtype=bool)
+    limits, state = chart_limits(config), init_charts(layers)
+    start_charts(y_TL[0], np.full(layers, -9.0), np.full(layers, 0.1), never, state)
+    for t, y_L in enumerate(y_TL):
+        state = update_charts(
+            t, y_L, np.full(layers, 0.1), np.full(layers, 0.1), 0.1, never, never, limits, config, state
+        )
+    assert state.rises_L.sum() <= 2  # 200,000 samples at one false sign in 6e8 and what learning adds
+    np.testing.assert_allclose(state.noise_L.mean(), 0.01, rtol=0.15)
