@@ -3,10 +3,17 @@
 A law of `balancer/bias.py`, with nothing to tune. A step of it:
 
     violation y -> error in units of the bias, v_e = -tau_e f(y_e)            tau_e = r / J_ee, measured
+    or, where the margins of the tokens are known, v_e = -Q_e(r)              Q_e(p): p of them lie above it
     u = g v + push                                                            g: noise, drift, delay
 
+Margins say where the bias should be, however far that is and however unlike the scores of the experts are;
+they cost a pass over all scores, so they come every so many steps, and in every step in which the law asks
+for them: while an expert is far from its share. In between tau serves, which swap counts give:
+
 J = dn/db is the Laplacian of the swap graph (tokens whose K-th and (K+1)-th expert lie close), of which the
-diagonal is enough: J_ee = a_e (E - 1) / E of a complete graph's eigenvalue. f(y) = y below balance and
+diagonal is enough: J_ee = a_e (E - 1) / E of a complete graph's eigenvalue. Where that is far beyond what the
+margins say, tau_e = 2 (Q_e(3 r / 4) - Q_e(5 r / 4)), the expert's scores are narrower than the gap that swaps
+are counted in, and the margins are believed. f(y) = y below balance and
 y / (1 + y / 8) above it: a share falls about exponentially with the bias, so a straight step would overshoot
 where one expert has much too much; its logarithm would lose against a router that reinforces in proportion.
 
@@ -20,7 +27,7 @@ takes more: slopes differ, and not every one is what it was when it was measured
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +42,7 @@ from balancer.bias_noise import (
     update_noise,
 )
 from balancer.bias_record import Actuated, Floats, Law, Measurement
-from balancer.histogram import histogram_quantile
+from balancer.histogram import finite_edges, histogram_quantile
 from balancer.kernels import bias_kernels
 
 _CAP = 0.75  # without delay: 1 would answer noise as if it were signal
@@ -46,6 +53,10 @@ _MOST_TRUST = 8.0  # factor of the step of an expert that does not yield
 _MOST_TRUST_DELAYED = 1.5  # under a delay an answer is late, which looks like no answer: keep to the margin
 _SMOOTHING = 0.2  # weight of a new sample of swap counts: five samples, a hundred steps
 _PRIOR_HITS = 10.0  # swaps that the layer's mean slope counts as: few hits say little
+_ASK = 0.5  # violation beyond which the law asks for margins, if it is beyond the noise too
+_TOO_WIDE = 1.5  # times the tau of the margins: beyond it that of the swaps is not believed
+_BLEND = 0.3  # weight of new margins in the tau that they give
+_WIDTH = 0.25  # of r: between shares that far to both sides of r the slope at balance is taken
 _LEAST_SLOPE = 0.05  # of the layer's median: below it an expert's own slope is not believed
 _DEAD_SHARE = 0.1  # of r: an expert below it with no slope of its own is revived by a jump
 _REVIVED_SHARE = 0.25  # of r: where the jump aims
@@ -63,7 +74,8 @@ class IdentifiedState(NamedTuple):
     drift has been found. owed_LE: error of the step before a change of law or gain, whose part in the next
     step the push makes up for, 0 else. hold_LE: steps that a revived expert is left alone. least_gain_L:
     asked for by `raise_gain`. gain_L: used last. trust_LE: factor of an expert's own step, less than 1 after
-    one that went too far, more after one that did too little.
+    one that went too far, more after one that did too little. sd_L: standard
+    deviation of y that is taken for noise. swap_tau_LE, margin_tau_LE: tau as either statistic gives it.
     """
 
     near_LE: Floats
@@ -85,6 +97,9 @@ class IdentifiedState(NamedTuple):
     least_gain_L: Floats
     gain_L: Floats
     trust_LE: Floats
+    sd_L: Floats
+    margin_tau_LE: Floats
+    swap_tau_LE: Floats
 
 
 def stability_limit(delay_steps: int) -> float:
@@ -132,20 +147,24 @@ def identified_law(
     def update(
         measurement: Measurement, actuated: Actuated, state: IdentifiedState
     ) -> tuple[Floats, IdentifiedState]:
-        state = _identify(measurement, state)
-        if measurement.num_tokens == 0 or not state.tau_LE.any():
+        aim_LE, state = _identify(measurement, state)
+        if measurement.num_tokens == 0:
             return np.zeros_like(measurement.counts_LE), state
+        if not state.tau_LE.any():  # nothing to steer by, unless it is that most experts are dead
+            return _revive(measurement, actuated, np.zeros_like(measurement.counts_LE), delay_steps, state)
         y_LE, noise, state = _measure(measurement, actuated, state)
         gain_L = _gain(y_LE.shape[1], noise, cap) if gain is None else np.full(len(y_LE), gain)
         gain_L = np.maximum(gain_L, np.minimum(state.least_gain_L, 0.5 * limit))
         state = state._replace(gain_L=gain_L, ramp_L=ramps(state))
+        if aim_LE is not None:
+            state.hold_LE[:] = 0.0
         held_LE = state.hold_LE > 0
         kept = (held_LE, state.push_LE[held_LE])
         change_LE = np.empty_like(y_LE)
         bias_kernels().act_layers(
-            y_LE, state.earlier_LE, _FAR * np.sqrt(noise.noise_L), state.tau_LE, gain_L, state.ramp_L, ti,
+            y_LE, state.earlier_LE, _FAR * state.sd_L, state.tau_LE, gain_L, state.ramp_L, ti,
             actuated.lost_LE, state.push_LE, state.trust_LE, most_trust, _BEND, _MOST_STEP,
-            change_LE,
+            y_LE if aim_LE is None else aim_LE, float(aim_LE is not None), change_LE,
         )  # fmt: skip
         if state.owed_LE.any():
             owed_LE = gain_L[:, None] * state.trust_LE * state.owed_LE * (1.0 + 1.0 / ti)
@@ -154,7 +173,13 @@ def identified_law(
         if kept[1].size:  # revived ones are left alone until the jump shows
             change_LE[held_LE], state.push_LE[held_LE] = 0.0, kept[1]
             state.hold_LE[held_LE] -= 1.0
+        if aim_LE is not None:  # which says how far a dead expert is, too
+            return change_LE, state
         return _revive(measurement, actuated, change_LE, delay_steps, state)
+
+    def asks(state: IdentifiedState) -> tuple[str, ...]:
+        most_L = np.maximum(state.last_LE.max(axis=1), -state.last_LE.min(axis=1))
+        return ("margins",) if (most_L > np.maximum(_ASK, _FAR * state.sd_L)).any() else ()
 
     def report(state: IdentifiedState) -> dict[str, Floats]:
         return {
@@ -177,13 +202,13 @@ def identified_law(
         """With a finite Ti, the push with which the next change is the last one of the law before."""
         if not steady:
             return state
-        known = _identify(measurement, state)
-        error_LE = _error(measurement.violation_LE, known.tau_LE)
+        aim_LE, known = _identify(measurement, state)
+        error_LE = _error(measurement.violation_LE, known.tau_LE) if aim_LE is None else aim_LE
         return known._replace(push_LE=change_LE.copy(), owed_LE=error_LE)
 
     return Law(
-        name="identified", init=_init, update=update, needs=("swaps",), report=report,
-        raise_gain=raise_gain, take_over=take_over,
+        name="identified", init=_init, update=update, needs=("swaps",), uses=("margins",), asks=asks,
+        report=report, raise_gain=raise_gain, take_over=take_over,
     )  # fmt: skip
 
 
@@ -214,6 +239,9 @@ def _init(num_layers: int, num_experts: int, top_k: int) -> IdentifiedState:
         least_gain_L=layers(),
         gain_L=layers(),
         trust_LE=np.ones((num_layers, num_experts)),
+        sd_L=layers(),
+        margin_tau_LE=experts(),
+        swap_tau_LE=experts(),
     )
 
 
@@ -242,24 +270,63 @@ def _measure(
     scale = num_experts / (measurement.num_tokens * measurement.top_k)
     bias_kernels().measure_layers(
         measurement.counts_LE, scale, actuated.measured_LE, state.measured_LE, state.tau_LE, state.last_LE,
-        state.earlier_LE, state.change_LE, float(state.noise.steps), _RAMP_RATE, state.mean_LE, y_LE,
+        state.earlier_LE, state.change_LE, num_experts / measurement.top_k - 1.0,
+        float(state.noise.steps), _RAMP_RATE, state.mean_LE, y_LE,
         change_LE, sums_LX,
     )  # fmt: skip
     noise = update_noise(sums_LX, num_experts, _counting_var(measurement), state.noise)
+    # a loop that swings looks noisy: no more than four times the variance of counting is taken for noise
+    sd_L = np.sqrt(np.minimum(noise.noise_L, 4.0 * _counting_var(measurement)))
     surprised_L = surprise_gain(num_experts, noise) > 0
     if surprised_L.any():  # a jump is no drift: what it leaves in the mean is not to start the integral
         state.mean_LE[surprised_L] = 0.0
         sums_LX[surprised_L, MEAN_SQUARE] = 0.0
     return y_LE, noise, state._replace(
         noise=noise, last_LE=y_LE, earlier_LE=state.last_LE, change_LE=change_LE,
-        measured_LE=actuated.measured_LE.copy(), mean_square_L=sums_LX[:, MEAN_SQUARE] / num_experts,
+        measured_LE=actuated.measured_LE.copy(), sd_L=sd_L,
+        mean_square_L=sums_LX[:, MEAN_SQUARE] / num_experts,
     )  # fmt: skip
 
 
 # ---- the slope of every expert --------------------------------------------------------------------------
 
 
-def _identify(measurement: Measurement, state: IdentifiedState) -> IdentifiedState:
+def _identify(measurement: Measurement, state: IdentifiedState) -> tuple[Floats | None, IdentifiedState]:
+    """Learn the slopes from what this step has; how far each expert is to go [L, E], where it has margins."""
+    counts_LEB, edges_X = measurement.margin_histogram_LEB, measurement.margin_edges_X
+    if counts_LEB is None or edges_X is None or not measurement.num_tokens:
+        return None, state if measurement.swaps_LE is None else _with_tau(_swapped(measurement, state))
+    margin_LE3, width = _read_margins(counts_LEB, edges_X, measurement)
+    found_LE, old_LE = (margin_LE3[..., 0] - margin_LE3[..., 2]) / (2.0 * width), state.margin_tau_LE
+    near_LE = (found_LE < 2.0 * old_LE) & (old_LE < 2.0 * found_LE)
+    smooth_LE = old_LE + _BLEND * (found_LE - old_LE)
+    tau_LE = np.where(near_LE, smooth_LE, np.where(found_LE > 0.0, found_LE, old_LE))
+    state = _swapped(measurement, state._replace(margin_tau_LE=tau_LE))
+    return -margin_LE3[..., 1], _with_tau(state)
+
+
+def _with_tau(state: IdentifiedState) -> IdentifiedState:
+    """The tau of the swaps, or of the margins where there are no swaps, or where they are too wide."""
+    swap_LE, margin_LE = state.swap_tau_LE, state.margin_tau_LE
+    believed_LE = (swap_LE > 0.0) & ((margin_LE == 0.0) | (swap_LE < _TOO_WIDE * margin_LE))
+    return state._replace(tau_LE=np.where(believed_LE, swap_LE, margin_LE))
+
+
+def _read_margins(
+    counts_LEB: NDArray[Any], edges_X: Floats, measurement: Measurement
+) -> tuple[Floats, float]:
+    """Margins [L, E, 3] above which r (1 - width), r and r (1 + width) of the tokens lie, and the width."""
+    r = measurement.top_k / counts_LEB.shape[1]
+    tokens = r * measurement.num_tokens
+    width = min(max(_WIDTH, min(0.5, 4.0 / math.sqrt(tokens))), 0.5 * (1.0 - r) / r)
+    counts_LEB = np.ascontiguousarray(counts_LEB, np.int64 if counts_LEB.dtype.kind in "iu" else np.float64)
+    margin_LE3 = np.empty((*counts_LEB.shape[:2], 3))
+    wanted_3 = tokens * np.array([1.0 - width, 1.0, 1.0 + width])
+    bias_kernels().read_margins(counts_LEB, finite_edges(edges_X, counts_LEB.shape[2]), wanted_3, margin_LE3)
+    return margin_LE3, width
+
+
+def _swapped(measurement: Measurement, state: IdentifiedState) -> IdentifiedState:
     """Take in swap counts, where this step has them."""
     if measurement.swaps_LE is None or measurement.wide_swaps_LE is None or not measurement.num_tokens:
         return state
@@ -276,10 +343,10 @@ def _identify(measurement: Measurement, state: IdentifiedState) -> IdentifiedSta
     slope_LE = _shrunk(np.maximum(scaled_LE, 0.0), near_LE * _near_balance(measurement.violation_LE) ** 2)
     r = measurement.top_k / slope_LE.shape[1]
     eigen = slope_LE.shape[1] / (slope_LE.shape[1] - 1)
-    tau_LE = np.where(slope_LE > 0, r / np.maximum(slope_LE * eigen, 1e-300), state.tau_LE)
+    tau_LE = np.where(slope_LE > 0, r / np.maximum(slope_LE * eigen, 1e-300), state.swap_tau_LE)
     return state._replace(
         near_LE=near_LE, wide_LE=wide_LE, tokens_L=tokens_L, delta_L=np.full_like(tokens_L, delta),
-        tau_LE=tau_LE,
+        swap_tau_LE=tau_LE,
     )  # fmt: skip
 
 
@@ -325,8 +392,10 @@ def _revive(
         return change_LE, state
     # its own hits of this step: the smoothed ones remember a better time
     swaps_LE = np.asarray(measurement.swaps_LE, dtype=np.float64)
-    few_LE = swaps_LE < _LEAST_SLOPE * np.median(swaps_LE, axis=1, keepdims=True)
-    dead_LE = few_LE & (measurement.violation_LE < _DEAD_SHARE - 1.0) & (state.hold_LE == 0)
+    poor_LE = measurement.violation_LE < _DEAD_SHARE - 1.0
+    live_LE = np.where(poor_LE, np.nan, swaps_LE)  # some expert always has its share
+    few_LE = swaps_LE <= _LEAST_SLOPE * np.nanmedian(live_LE, axis=1, keepdims=True)
+    dead_LE = few_LE & poor_LE & (state.hold_LE == 0)
     if not dead_LE.any():
         return change_LE, state
     change_LE, hold_LE = change_LE.copy(), state.hold_LE.copy()

@@ -10,7 +10,34 @@ from typing import Any
 CHANGE_SQUARE, CHANGE_LAST, CHANGE_EARLIER, LAST_EARLIER, EARLIER_SQUARE, SQUARE, MEAN_SQUARE = range(7)
 NUM_SUMS = 7
 
-ENTRIES = ("measure_layers", "act_layers")
+ENTRIES = ("read_margins", "measure_layers", "act_layers")
+
+
+def read_margins(counts_LEB: Any, edges_X: Any, wanted_3: Any, found_LE3: Any) -> None:
+    """Write the margins above which `wanted_3` tokens (increasing) lie, spread evenly within a bin.
+
+    counts_LEB: tokens by margin. edges_X: [B + 1] increasing. Of several margins that do (empty bins, and the
+    number is that of whole bins) the middle one of the three takes that next to 0.
+    """
+    num_layers, num_experts, num_bins = counts_LEB.shape
+    slack = 1e-9 * wanted_3[2]
+    for layer in range(num_layers):
+        for e in range(num_experts):
+            place, above = num_bins - 1, 0.0
+            for k in range(3):
+                inside = float(counts_LEB[layer, e, place])
+                while place > 0 and above + inside < wanted_3[k] - slack:
+                    above += inside
+                    place -= 1
+                    inside = float(counts_LEB[layer, e, place])
+                part = min((wanted_3[k] - above) / max(inside, 1e-300), 1.0)
+                margin = edges_X[place + 1] - part * (edges_X[place + 1] - edges_X[place])
+                if k == 1 and above + inside <= wanted_3[k] + slack and edges_X[place] > 0.0:
+                    below = place - 1
+                    while below >= 0 and counts_LEB[layer, e, below] == 0:
+                        below -= 1
+                    margin = max(edges_X[below + 1], 0.0)
+                found_LE3[layer, e, k] = margin
 
 
 def measure_layers(
@@ -22,6 +49,7 @@ def measure_layers(
     last_LE: Any,
     earlier_LE: Any,
     last_change_LE: Any,
+    most: Any,
     known: Any,
     rate: Any,
     mean_LE: Any,
@@ -31,9 +59,10 @@ def measure_layers(
 ) -> None:
     """Write violations y, their changes c less the effect of the bias, and sums over the experts.
 
-    scale: 1 / (r T). measured_LE, before_LE: the bias of this and of the last measurement. known: 0 if there
-    was no last measurement (then c = 0). mean_LE: running mean of y with weight `rate`, changed in
-    place. y_LE, change_LE, sums_LX [L, NUM_SUMS]: written.
+    scale: 1 / (r T). measured_LE, before_LE: the bias of this and of the last measurement. most: E / K - 1,
+    the largest y: the effect of the bias ends there, and at -1. known: 0 if there was no last measurement
+    (then c = 0). mean_LE: running mean of y with weight `rate`, changed in place. y_LE, change_LE, sums_LX
+    [L, NUM_SUMS]: written.
     """
     num_layers, num_experts = counts_LE.shape
     for layer in range(num_layers):
@@ -44,9 +73,10 @@ def measure_layers(
             tau = tau_LE[layer, e]
             change = 0.0
             if known > 0.0:
-                change = y - last
+                expected = last
                 if tau > 0.0:
-                    change -= (measured_LE[layer, e] - before_LE[layer, e]) / tau
+                    expected += (measured_LE[layer, e] - before_LE[layer, e]) / tau
+                change = y - min(max(expected, min(-1.0, last)), max(most, last))
             mean = mean_LE[layer, e] + rate * (y - mean_LE[layer, e])
             y_LE[layer, e], change_LE[layer, e], mean_LE[layer, e] = y, change, mean
             s0 += change * change
@@ -76,30 +106,36 @@ def act_layers(
     most_trust: Any,
     bend: Any,
     most: Any,
+    aim_LE: Any,
+    aimed: Any,
     change_LE: Any,
 ) -> None:
     """Write the change of the bias: g v + push within `most` tau, v = -tau y / (1 + max(y, 0) / bend).
 
+    aimed: 1 = v is aim_LE, what the margins say, and the limit is that or `most` tau; 0 = there are none.
     push_LE: (g / Ti) I, changed in place: where ramp_L it grows by (g v + lost) / ti, elsewhere it fades by a
     tenth. trust_LE: factor of v, changed in place by what the last step did to an
     expert that was and is beyond far_L: halved where y has changed its sign and is more than half as large,
-    1.4 times as much (up to most_trust) where y is still more than 0.7 of what it was; else back towards 1.
+    1.4 times as much (up to most_trust) where y is still more than 0.7 of what it was (with an aim, which is
+    no guess: more than it was); else back towards 1.
     """
     num_layers, num_experts = y_LE.shape
     for layer in range(num_layers):
         gain, on = gain_L[layer], 1.0 if ramp_L[layer] > 0.0 else 0.0
         keep, part = 0.9 + 0.1 * on, on / ti
-        judge(y_LE, last_LE, far_L, most_trust, trust_LE, layer)
+        judge(y_LE, last_LE, far_L, most_trust, 1.0 if aimed > 0.0 else 0.7, trust_LE, layer)
         for e in range(num_experts):  # without a branch, so that it becomes vector instructions
             y, tau = y_LE[layer, e], tau_LE[layer, e]
-            step = -gain * trust_LE[layer, e] * tau * (y / (1.0 + max(y, 0.0) / bend))
+            guess, aim = -tau * (y / (1.0 + max(y, 0.0) / bend)), aimed * aim_LE[layer, e]
+            step = gain * trust_LE[layer, e] * (aim + (1.0 - aimed) * guess)
             push = keep * push_LE[layer, e] + part * (step + lost_LE[layer, e])
             push = push if abs(push) > 1e-30 else 0.0
             push_LE[layer, e] = push
-            change_LE[layer, e] = min(max(step + push, -most * tau), most * tau)
+            bound = max(most * tau, most_trust * abs(aim))
+            change_LE[layer, e] = min(max(step + push, -bound), bound)
 
 
-def judge(y_LE: Any, last_LE: Any, far_L: Any, most_trust: Any, trust_LE: Any, layer: Any) -> None:
+def judge(y_LE: Any, last_LE: Any, far_L: Any, most_trust: Any, left: Any, trust_LE: Any, layer: Any) -> None:
     """Change the trust of the layer's experts that went too far or not far enough; lead the others' to 1."""
     num_experts, far = y_LE.shape[1], far_L[layer]
     most = 0.0
@@ -114,6 +150,6 @@ def judge(y_LE: Any, last_LE: Any, far_L: Any, most_trust: Any, trust_LE: Any, l
         if abs(y) > far and abs(last) > far:
             if y * last < 0.0 and abs(y) > 0.5 * abs(last):
                 trust_LE[layer, e] *= 0.5
-            elif y * last > 0.0 and abs(y) > 0.7 * abs(last):
+            elif y * last > 0.0 and abs(y) > left * abs(last):
                 limit = most_trust if y > 0.0 else min(most_trust, 2.0)
                 trust_LE[layer, e] = max(trust_LE[layer, e], min(1.4 * trust_LE[layer, e], limit))

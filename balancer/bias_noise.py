@@ -35,6 +35,7 @@ _OUTLIER = 4.0  # a step whose mean square is this many times the usual is a jum
 _USUAL_RATE = (
     0.05  # the usual moves by so much of e at most a step: a jump is over before it has become usual
 )
+_MOST_NOISE = 100.0  # times that of counting: more is a loop that swings, and no reason to rest
 _SURE = 2.0  # standard deviations by which figures must exceed chance before they count
 _TINY = 1e-300
 
@@ -87,7 +88,7 @@ def update_noise(sums_LX: Floats, num_experts: int, counting_var: float, state: 
     product_L = np.sqrt(part_L * state.part_L) * means_XL[CHANGE_LAST]
     covariance_L = state.covariance_L + rate * (product_L - state.covariance_L)
     least = 0.5 * counting_var
-    noise_L = np.maximum(np.minimum(-covariance_L, 0.5 * variance_L), least)
+    noise_L = np.clip(np.minimum(-covariance_L, 0.5 * variance_L), least, _MOST_NOISE * counting_var)
     return NoiseState(
         steps=state.steps + 1,
         usual_L=np.maximum(state.usual_L * np.clip(ratio_L, 1 / math.e, math.e) ** _USUAL_RATE, _TINY),

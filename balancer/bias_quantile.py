@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from balancer.bias_laws import Nothing
 from balancer.bias_record import Actuated, Floats, Law, Measurement
+from balancer.histogram import finite_edges
 
 
 def quantile_law(delay_steps: int = 0, absolute: bool = False) -> Law:
@@ -80,7 +81,7 @@ def margin_quantile(counts_LEB: NDArray[Any], edges_X: Floats, top_k: int) -> Fl
     >>> margin_quantile(np.array([[[2, 2, 0, 4], [0, 4, 1, 3]]]), np.array([-2.0, -1.0, 0.0, 1.0, 2.0]), 1)
     array([[0.   , 0.   ]])
     """
-    edges_X = _finite_edges(np.asarray(edges_X, dtype=np.float64), counts_LEB.shape[-1])
+    edges_X = finite_edges(edges_X, counts_LEB.shape[-1])
     num_experts = counts_LEB.shape[1]
     upto_LEB = np.cumsum(counts_LEB, axis=-1)
     wanted_LE = upto_LEB[..., -1] * (num_experts - top_k) / num_experts  # exact where it is a whole number
@@ -119,20 +120,6 @@ def _prices(sample_LME: Floats, price_LE: Floats, top_k: int) -> Floats:
     rest_LME = sample_LME - np.maximum(token_LM, 0.0)[:, :, None]
     at = tokens - 1 - tokens * top_k // experts
     return np.maximum(np.partition(rest_LME, at, axis=1)[:, at, :], 0.0)
-
-
-def _finite_edges(edges_X: Floats, num_bins: int) -> Floats:
-    if edges_X.shape != (num_bins + 1,) or not (edges_X[1:] > edges_X[:-1]).all():
-        raise ValueError(
-            f"margin_edges_X {edges_X.shape} must be {num_bins + 1} increasing numbers, the edges of "
-            f"{num_bins} bins"
-        )
-    edges_X = edges_X.copy()
-    if np.isinf(edges_X[0]):
-        edges_X[0] = edges_X[1]
-    if np.isinf(edges_X[-1]):
-        edges_X[-1] = edges_X[-2]
-    return edges_X
 
 
 def _first(upto_LEB: NDArray[Any], wanted_LE: Floats, *, strictly: bool) -> NDArray[np.int64]:

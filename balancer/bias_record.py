@@ -95,7 +95,9 @@ class Law(NamedTuple):
     update(measurement, actuated, state) -> (change_LE, state): the change of the bias, [L, E] float64; 0 for
     exact balance. It takes the state over (`copy_state` keeps one), and touches neither argument.
     needs: statistics (keys of STATISTICS) without which it cannot work at all in any step; most come only
-    every so many steps.
+    every so many steps. uses: those that it works better with.
+    asks(state) -> statistics among these that it would like to have of the next step, out of turn; None
+    where it never does. A host that cannot give them leaves it.
     report(state) -> figures by name, [L] each: "gain" (share of an error that one step takes away),
     "reinforcement" (share that the router adds a step by itself, as estimated), "most_gain" (stability
     limit); what a law does not know is left out.
@@ -109,6 +111,8 @@ class Law(NamedTuple):
     init: Callable[[int, int, int], Any]
     update: Callable[[Measurement, Actuated, Any], tuple[Floats, Any]]
     needs: tuple[str, ...] = ()
+    uses: tuple[str, ...] = ()
+    asks: Callable[[Any], tuple[str, ...]] | None = None
     report: Callable[[Any], dict[str, Floats]] | None = None
     raise_gain: Callable[[Floats, Any], Any] | None = None
     take_over: Callable[[Floats, Measurement, Actuated, Any], Any] | None = None

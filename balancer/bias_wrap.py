@@ -83,10 +83,16 @@ def _wrapped(law: Law, shape: Shape) -> Law:
     return law._replace(
         init=init,
         update=update,
+        asks=_asking(law),
         report=_reporting(law),
         raise_gain=_raising(law),
         take_over=_taking_over(law),
     )
+
+
+def _asking(law: Law) -> Callable[[Any], tuple[str, ...]] | None:
+    inner = law.asks
+    return None if inner is None else lambda state: inner(state.inner)
 
 
 def _reporting(law: Law) -> Callable[[Any], dict[str, Floats]] | None:

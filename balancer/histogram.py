@@ -35,3 +35,21 @@ def histogram_quantile(count_XB: NDArray[Any], edges_X: ArrayLike, share_X: Arra
     part_X1 = np.divide(wanted_X1 - before_X1, inside_X1, out=np.zeros_like(inside_X1), where=inside_X1 > 0)
     value_X1 = edges[index_X1] + part_X1 * (edges[index_X1 + 1] - edges[index_X1])
     return np.where(upto_XB[..., -1:] > 0, value_X1, np.nan)[..., 0]
+
+
+def finite_edges(edges_X: ArrayLike, num_bins: int) -> NDArray[np.float64]:
+    """Return the edges of margins as [B + 1] float64, an infinite outermost one at its neighbour.
+
+    Raises ValueError for edges that do not fit num_bins or do not increase.
+    """
+    edges_X = np.array(edges_X, dtype=np.float64)
+    if edges_X.shape != (num_bins + 1,) or not (edges_X[1:] > edges_X[:-1]).all():
+        raise ValueError(
+            f"margin_edges_X {edges_X.shape} must be {num_bins + 1} increasing numbers, the edges of "
+            f"{num_bins} bins"
+        )
+    if np.isinf(edges_X[0]):
+        edges_X[0] = edges_X[1]
+    if np.isinf(edges_X[-1]):
+        edges_X[-1] = edges_X[-2]
+    return edges_X

@@ -52,9 +52,17 @@ def _bias_compiled() -> SimpleNamespace:
 
     layer, table = (types.Array(types.float64, n, "C", readonly=False) for n in (1, 2))
     real = types.float64
-    measure = types.void(table, real, *[table] * 6, real, real, *[table] * 4)
-    act = types.void(table, table, layer, table, layer, layer, real, *[table] * 3, *[real] * 3, table)
-    return SimpleNamespace(**compile_file(bias_file, {"measure_layers": measure, "act_layers": act}))
+    measure = types.void(table, real, *[table] * 6, *[real] * 3, *[table] * 4)
+    act = types.void(
+        table, table, layer, table, layer, layer, real, *[table] * 3, *[real] * 3, table, real, table
+    )
+    found = types.Array(real, 3, "C", readonly=False)
+    read = [
+        types.void(types.Array(kind, 3, "C", readonly=True), layer, layer, found)
+        for kind in (types.int64, real)
+    ]
+    signatures = {"read_margins": read, "measure_layers": measure, "act_layers": act}
+    return SimpleNamespace(**compile_file(bias_file, signatures))
 
 
 @lru_cache(maxsize=1)

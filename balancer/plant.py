@@ -19,6 +19,7 @@ step draws from a generator of its own, seeded by (seed, step): a step is a func
 """
 
 import math
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -81,19 +82,24 @@ def init_plant(config: PlantConfig) -> PlantState:
     )  # fmt: skip
 
 
-def step_plant(bias_LE: ArrayLike, state: PlantState) -> tuple[Measurement, PlantState]:
+def step_plant(
+    bias_LE: ArrayLike, state: PlantState, asked: Sequence[str] = ()
+) -> tuple[Measurement, PlantState]:
     """Return what the router reports of one step, and the state after it.
 
     bias_LE: [L, E], set now: it routes now, or d steps later. The measurement's counts are float64, whole
     unless the plant is without noise; swap counts and histograms are those of the population, scaled to T
     tokens, scores with the drift in them (what a router computes); margins are weighted so that their share
     above 0 is that of the drawn counts, and the sample is of other tokens in every step. The given state
-    stays as it is. Raises ValueError for a bias of another shape, NaN or infinite.
+    stays as it is. asked: statistics of this step out of turn. Raises ValueError for a bias of another shape,
+    NaN or infinite, or a statistic that there is none of.
     """
     known = state.constants
+    if unknown := set(asked) - set(REPORTS):
+        raise ValueError(f"asked={sorted(unknown)} must be among {', '.join(REPORTS)}")
     bias_LE = as_bias(bias_LE, (state.drift_LE.shape[0], state.drift_LE.shape[1]))
     waiting_DLE = np.concatenate([state.waiting_DLE, bias_LE[None]])
-    found = _report(waiting_DLE[0], state)
+    found = _report(waiting_DLE[0], asked, state)
     share_LE = found.pop("counts_LE") / state.base_LME.shape[1]
     counts_LE, spread = _draw(share_LE, state)
     if "margin_histogram_LEB" in found:
@@ -165,10 +171,10 @@ def _due(known: PlantConstants, step: int) -> set[str]:
     return {name for name in asked if step % every.get(name, 1) == 0}
 
 
-def _report(bias_LE: Floats, state: PlantState) -> dict[str, Any]:
+def _report(bias_LE: Floats, asked: Sequence[str], state: PlantState) -> dict[str, Any]:
     """The fields of a measurement but the counts, which are those of the population still."""
     known, base_LME, drift_LE = state.constants, state.base_LME, state.drift_LE
-    due = _due(known, state.step)
+    due = _due(known, state.step) | set(asked)
     shift_LE = bias_LE + drift_LE
     if not due & {"swaps", "pairs", "margins", "scores", "sample"}:
         return {"counts_LE": count_tokens(base_LME, shift_LE, known)}

@@ -66,7 +66,9 @@ def close_loop(
     steps: W. last: steps over which experts count as dead. change: what becomes of the plant before a step, a
     switch of the data say.
     """
-    config = replace(config, statistics=tuple({*law_.needs, "scores"}))
+    config = replace(config, statistics=tuple({*law_.needs, *law_.uses, "scores"}))
+    if "margins" in law_.uses:
+        config = replace(config, margins_every=config.swaps_every)
     plant = init_plant(config)
     size = (config.num_layers, config.num_experts, config.top_k)
     state = init_bias(law_, *size, delay_steps=config.delay_steps)
@@ -76,7 +78,8 @@ def close_loop(
     for step in range(steps):
         if change is not None:
             plant = change(step, plant)
-        measurement, plant = step_plant(bias_LE, plant)
+        asked = () if law_.asks is None else law_.asks(state.law)
+        measurement, plant = step_plant(bias_LE, plant, asked)
         begun = time.perf_counter()
         bias_LE, state = update_bias(law_, measurement, state)
         times.append(time.perf_counter() - begun)

@@ -6,7 +6,7 @@ Layers register at construction; nothing searches for them. They report training
 once: never in eval, never in the recomputation of an activation checkpoint, and never padding.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import numpy as np
@@ -77,6 +77,7 @@ class LoadMeter:
         self._layers: list[MeteredLayer] = []
         self._num_experts = 0
         self._sums: StepSums | None = None
+        self._requested: frozenset[str] = frozenset()
         self.next_step = 1
 
     @property
@@ -189,10 +190,24 @@ class LoadMeter:
         """The change of bias, in units of score, that swap counts are taken for."""
         return 1 / (16 * self._num_experts) if self._swap_delta is None else self._swap_delta
 
+    def request(self, statistics: Iterable[str]) -> None:
+        """Have the next step to be recorded measure these too, whatever its turn; the last call counts.
+
+        Every rank must ask for the same, before the step's first batch: the sums are reduced as one. Raises
+        ValueError for a name that is not one of `due`'s, RuntimeError in the middle of a step.
+        """
+        requested = frozenset(statistics)
+        unknown = requested - set(self._every)
+        if unknown:
+            raise ValueError(f"statistics {sorted(unknown)} are not known; use some of {list(self._every)}")
+        if self._sums is not None and requested != self._requested:
+            raise RuntimeError("statistics were requested in the middle of a step; do it before its forward")
+        self._requested = requested
+
     def due(self, statistics: str) -> bool:
         """Whether the step that is being recorded has "scores", "swaps", "margins", "pairs" or "sample"."""
         every = self._every[statistics]
-        return every > 0 and (self.next_step - 1) % every == 0
+        return statistics in self._requested or (every > 0 and (self.next_step - 1) % every == 0)
 
     def sample(self, step: int, extra_X: torch.Tensor | None = None) -> LoadSample:
         """Reduce over the job, tell every layer the global counts, start the next step.
@@ -205,6 +220,7 @@ class LoadMeter:
                 f"no layer has recorded a batch in step {step}: is the model in training mode?"
             )
         sums, self._sums = self._sums, None
+        self._requested = frozenset()
         self.next_step = step + 1
         stacked = sums.stacked(extra_X)
         if self._reduce is not None:

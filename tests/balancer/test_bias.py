@@ -275,6 +275,14 @@ def test_wrappers_nest_and_pass_report_and_gain_on() -> None:
     np.testing.assert_allclose(nested.report(raised)["gain"], [0.9])
     lowered = nested.raise_gain(np.array([0.0]), raised)
     np.testing.assert_allclose(nested.report(lowered)["gain"], [0.75], err_msg="0 = the law's own")
+    assert nested.asks is None
+    asking = clip(dead_band(law("identified"), sd=0.5), most=0.1)
+    state = asking.init(1, E, K)
+    assert asking.asks is not None and asking.uses == ("margins",) and asking.asks(state) == ()
+    far = np.full((1, E), 2.0)
+    assert asking.asks(
+        state._replace(inner=state.inner._replace(inner=state.inner.inner._replace(last_LE=far)))
+    )
     for wrapper in (clip, rate_limit):
         with pytest.raises(ValueError, match="most=0"):
             wrapper(law("sign"), most=0)

@@ -1,6 +1,7 @@
 """The default bias law: measured slopes, the gain in closed loop, ramps, dead experts, bumpless changes."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -249,3 +250,88 @@ def test_a_raised_gain_stays_inside_the_stability_limit():
 def test_settings_out_of_range_are_refused(settings, says):
     with pytest.raises(ValueError, match=says):
         identified_law(**settings)
+
+
+# ---- margins ------------------------------------------------------------------------------------------
+
+
+def follow_margins(config: PlantConfig, steps: int, *, switch: float = 0.0, at: int = 0):
+    """MaxVio [W, L] of the law on a plant that gives margins when they are asked for, and how often."""
+    the_law = law("identified")
+    config = replace(config, statistics=("swaps", "scores", "margins"), margins_every=20)
+    plant, asked = init_plant(config), 0
+    state = init_bias(the_law, config.num_layers, config.num_experts, config.top_k)
+    bias, found = state.bias_LE, []
+    for step in range(steps):
+        if switch and step == at:
+            plant = switch_plant(plant, switch)
+        wanted = the_law.asks(state.law)
+        asked += bool(wanted)
+        measurement, plant = step_plant(bias, plant, wanted)
+        assert (measurement.margin_histogram_LEB is not None) == (bool(wanted) or step % 20 == 0)
+        found.append(measurement.violation_LE.max(axis=1))
+        bias, state = update_bias(the_law, measurement, state)
+    return np.array(found), asked, state
+
+
+@pytest.mark.parametrize("sd", [6.0, 12.0])
+def test_a_collapsed_layer_is_levelled_within_twenty_steps_where_there_are_margins(sd):
+    config = PlantConfig(
+        num_layers=3, num_experts=16, top_k=1, num_tokens=4096, reinforcement=0.02, drift=0.01, seed=5
+    )
+    found, asked, _ = follow_margins(config, 40, switch=sd)
+    assert found[0].max() > 9.0  # most experts are dead
+    assert found[20:].max() < 0.45  # the floor is .17
+    assert 3 <= asked <= 25
+
+
+def test_margins_are_not_asked_for_at_rest():
+    config = PlantConfig(num_layers=2, num_experts=16, top_k=2, num_tokens=65536, seed=1)
+    found, asked, state = follow_margins(config, 40)
+    assert found.max() < 0.5 and asked == 0
+    assert (state.law.margin_tau_LE > 0).all()
+
+
+def test_swaps_counted_in_too_wide_a_gap_give_way_to_the_margins():
+    the_law, zeros = identified_law(), np.zeros((1, 8))
+    edges = np.concatenate([-(2.0 ** -np.arange(18.0)), [0.0], 2.0 ** -np.arange(17.0, -1.0, -1.0)])
+    middle = 18
+    margins = np.zeros((1, 8, 36), dtype=np.int64)
+    margins[..., middle - 1], margins[..., middle] = 3000, 1000  # all within 2^-17 of the threshold
+    counts = np.full((1, 8), 1000.0)
+    wide = measured(counts, **swaps((1, 8)), margin_histogram_LEB=margins, margin_edges_X=edges)
+    _, state = the_law.update(wide, Actuated(zeros, zeros, zeros), the_law.init(1, 8, 2))
+    assert (state.swap_tau_LE > 100 * state.margin_tau_LE).all()
+    np.testing.assert_array_equal(state.tau_LE, state.margin_tau_LE)
+    # 1,250 tokens lie above -2^-17 * 250 / 3000, 750 above 2^-17 * 250 / 1000
+    np.testing.assert_allclose(state.tau_LE, 2.0**-17 * (0.25 + 250 / 3000) / 0.5)
+
+
+def test_margins_say_how_far_an_expert_is_to_go():
+    the_law, zeros = identified_law(gain=0.5), np.zeros((1, 8))
+    edges = np.linspace(-1.0, 1.0, 21)
+    margins = np.zeros((1, 8, 20), dtype=np.int64)
+    margins[..., 7], margins[..., 10] = 3000, 1000
+    margins[0, 0] = 0
+    margins[0, 0, 14], margins[0, 0, 7] = 1100, 2900  # a tenth too many, all more than .4 above
+    counts = np.array([[1100.0] + [6900 / 7] * 7])
+    sample = measured(counts, **swaps((1, 8)), margin_histogram_LEB=margins, margin_edges_X=edges)
+    change, _ = the_law.update(sample, Actuated(zeros, zeros, zeros), the_law.init(1, 8, 2))
+    assert change[0, 0] == pytest.approx(-0.5 * (0.5 - 0.1 * 1000 / 1100))
+    np.testing.assert_array_equal(change[0, 1:], 0.0)  # theirs are right
+
+
+def test_most_experts_dead_are_revived_by_their_scores_where_there_are_no_margins():
+    the_law, zeros = identified_law(), np.zeros((1, 16))
+    counts = np.zeros((1, 16))
+    counts[0, :4] = 4000 * 2 / 4
+    hits = np.where(counts > 0, 400.0, 0.0)
+    scores = np.zeros((1, 16, 10), dtype=np.int64)
+    scores[0, :4, 6], scores[0, 4:, 2] = 4000, 4000
+    sample = measured(
+        counts, swaps_LE=hits, wide_swaps_LE=2 * hits, swap_delta=1e-3,
+        score_histogram_LEB=scores, score_edges_X=np.linspace(0.0, 1.0, 11),
+    )  # fmt: skip
+    change, state = the_law.update(sample, Actuated(zeros, zeros, zeros), the_law.init(1, 16, 2))
+    assert (state.hold_LE[0, 4:] > 0).all() and (state.hold_LE[0, :4] == 0).all()
+    assert (change[0, 4:] > 0.3).all()

@@ -13,6 +13,7 @@ from balancer.bias_noise import (
     tracking_gain,
     update_noise,
 )
+from balancer.bias_quantile import margin_quantile
 from balancer.kernels import bias_kernels
 
 
@@ -25,8 +26,8 @@ def follow(y_WLE: np.ndarray, counting_var: float = 1e-3):
     for y_LE in y_WLE:
         y, new_change, sums = np.empty_like(zeros), np.empty_like(zeros), np.empty((num_layers, NUM_SUMS))
         bias_kernels().measure_layers(
-            y_LE + 1.0, 1.0, zeros, zeros, zeros, last, earlier, change, float(state.steps), 0.05, mean, y,
-            new_change, sums,
+            y_LE + 1.0, 1.0, zeros, zeros, zeros, last, earlier, change, 1e9, float(state.steps), 0.05, mean,
+            y, new_change, sums,
         )  # fmt: skip
         state = update_noise(sums, num_experts, counting_var, state)
         last, earlier, change = y, last, new_change
@@ -119,7 +120,7 @@ def test_trust_follows_what_the_last_step_did():
         trust, change = np.full_like(y, start), np.empty_like(y)
         bias_kernels().act_layers(
             y, last, np.array([0.1]), flat, np.array([0.5]), np.zeros(1), 8.0, zeros, zeros.copy(), trust,
-            8.0, 1e9, 1e9, change,
+            8.0, 1e9, 1e9, y, 0.0, change,
         )  # fmt: skip
         np.testing.assert_allclose(trust[0], wanted)
         np.testing.assert_allclose(change, -0.5 * trust * y, rtol=1e-6)
@@ -139,22 +140,52 @@ def test_compiled_kernels_equal_their_plain_twins():
         (counts, measured, before, tau, last, earlier, change), mean = arguments()
         y, new, sums = np.empty((3, 7)), np.empty((3, 7)), np.empty((3, NUM_SUMS))
         bias_kernels(compiled).measure_layers(
-            counts, 0.7, measured, before, np.maximum(tau, 0), last, earlier, change, 1.0, 0.05, mean, y,
+            counts, 0.7, measured, before, np.maximum(tau, 0), last, earlier, change, 2.5, 1.0, 0.05, mean, y,
             new, sums,
         )  # fmt: skip
         found.append((y, new, sums, mean))
     for fast, plain in zip(*found):
         np.testing.assert_allclose(fast, plain, rtol=1e-13, atol=1e-13)  # fused multiply-adds
-    y, last, tau, lost = rng.normal(size=(4, 3, 7))
+    y, last, tau, lost, aim = rng.normal(size=(5, 3, 7))
     far, gain, ramp = np.full(3, 0.2), np.array([0.1, 0.5, 0.0]), np.array([0.0, 1.0, 1.0])
+    for aimed in (0.0, 1.0):
+        found = []
+        for compiled in (True, False):
+            push, change = np.ones((3, 7)) * 1e-3, np.empty((3, 7))
+            trust = np.linspace(0.2, 1, 21).reshape(3, 7)
+            bias_kernels(compiled).act_layers(
+                y, last, far, np.abs(tau), gain, ramp, 8.0, lost, push, trust, 8.0, 8.0, 6.0, aim, aimed,
+                change,
+            )  # fmt: skip
+            found.append((push, trust, change))
+        for fast, plain in zip(*found):
+            np.testing.assert_allclose(fast, plain, rtol=1e-13, atol=1e-13)
+        assert (np.diff(found[0][1].ravel()) < 0).any()  # somebody lost trust
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_margins_are_read_as_the_quantile_laws_read_them(whole):
+    rng = np.random.default_rng(5)
+    counts = rng.poisson(3.0, size=(2, 8, 20)) * (rng.random((2, 8, 20)) < 0.6)
+    counts[..., 0] += 200 - counts.sum(axis=-1)
+    counts[0, 0, 1:] = 0  # all but nothing
+    counts[0, 0, 0], counts[0, 0, -1] = 150, 50  # and a share that is right: empty bins between
+    edges = np.concatenate([-(2.0 ** -np.arange(10)), [0.0], 2.0 ** -np.arange(9, -1, -1)])
+    counts = counts if whole else counts.astype(np.float64)
     found = []
     for compiled in (True, False):
-        push, change = np.ones((3, 7)) * 1e-3, np.empty((3, 7))
-        trust = np.linspace(0.2, 1, 21).reshape(3, 7)
-        bias_kernels(compiled).act_layers(
-            y, last, far, np.abs(tau), gain, ramp, 8.0, lost, push, trust, 8.0, 8.0, 6.0, change
-        )
-        found.append((push, trust, change))
-    for fast, plain in zip(*found):
-        np.testing.assert_allclose(fast, plain, rtol=1e-13, atol=1e-13)
-    assert (np.diff(found[0][1].ravel()) < 0).any()  # somebody lost trust
+        margins = np.empty((2, 8, 3))
+        bias_kernels(compiled).read_margins(counts, edges, np.array([25.0, 50.0, 75.0]), margins)
+        found.append(margins)
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-14)
+    np.testing.assert_allclose(found[0][..., 1], margin_quantile(counts, edges, 2), atol=1e-14)
+    assert found[0][0, 0, 1] == 0.0
+    for k, part in ((0, 0.5), (2, 1.5)):  # and the others by a plain inversion
+        for layer, e in np.ndindex(2, 8):
+            above = counts[layer, e][::-1].cumsum()
+            wanted = part * 50
+            i = int((above < wanted).sum())
+            place = 19 - i
+            over = (wanted - (above[i] - counts[layer, e, place])) / counts[layer, e, place]
+            expected = edges[place + 1] - over * (edges[place + 1] - edges[place])
+            assert found[0][layer, e, k] == pytest.approx(expected)

@@ -241,6 +241,10 @@ def test_statistics_come_when_they_are_due_and_as_asked():
         assert (found.squares_LE >= found.counts_LE**2 / 8).all()
     none, _ = step_plant(zero(state), init_plant(replace(config, statistics=())))
     assert none.swaps_LE is None and none.margin_histogram_LEB is None and none.squares_LE is None
+    out_of_turn, _ = step_plant(zero(state), init_plant(replace(config, statistics=())), ("margins",))
+    assert out_of_turn.margin_histogram_LEB is not None and out_of_turn.swaps_LE is None
+    with pytest.raises(ValueError, match=r"asked=\['entropy'\] must be among swaps, "):
+        step_plant(zero(state), state, ("entropy",))
 
 
 @pytest.mark.parametrize("new_population", [False, True])

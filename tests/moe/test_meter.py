@@ -398,6 +398,28 @@ def test_statistics_are_there_in_the_steps_that_they_are_due_in_also_after_resum
         assert run(meter, range(resumed + 1, 8)) == want[resumed:]
 
 
+def test_statistics_that_are_requested_are_there_in_the_next_step_alone():
+    meter = LoadMeter(scores_every=0, swaps_every=2)
+    layer = make_layer(meter)
+
+    def step(number, *requested):
+        meter.request(requested)
+        layer(rows(6, seed=0))
+        return statistics_of(meter.sample(number))
+
+    assert [step(1, "margins"), step(2), step(3, "margins", "swaps"), step(4, "scores")] == [
+        "swaps margins", "", "swaps margins", "scores",
+    ]  # fmt: skip
+    meter.request(["margins"])
+    meter.request([])  # the last call counts
+    assert not meter.due("margins")
+    with pytest.raises(ValueError, match=r"statistics \['entropy'\] are not known; use some of"):
+        meter.request(["entropy"])
+    layer(rows(6, seed=0))
+    with pytest.raises(RuntimeError, match="in the middle of a step"):
+        meter.request(["margins"])
+
+
 def test_one_reduction_a_step_carries_everything(monkeypatch):
     """Two layers, two micro-batches, statistics due: one collective, and no tensor is read on the host
     before it."""
