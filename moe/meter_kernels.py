@@ -5,7 +5,7 @@
 import numpy as np
 
 HELPERS = ()
-KERNELS = ("add_scores", "add_spread")
+KERNELS = ("add_scores", "add_spread", "add_margins")
 
 
 def add_scores(scores_TE, valid_T, low_base, high_base, sum_E, count_EB):
@@ -58,3 +58,33 @@ def add_spread(scores_TE, logits_TE, best_T, valid_T, sums_2):
             confidence += best_T[t] / total
     sums_2[0] += squares
     sums_2[1] += confidence
+
+
+def add_margins(biased_TE, chosen_TK, valid_T, lowest, count_EB):
+    """Histogram of the margins of valid tokens (valid_T of length 0: of all).
+
+    The bin of a margin's size is read off the upper bits of float64, whose steps are an eighth of an octave;
+    those of 2^-14, less one, are `lowest`.
+    """
+    num_experts, side = biased_TE.shape[1], count_EB.shape[1] // 2
+    top_k, masked = chosen_TK.shape[1], valid_T.shape[0] > 0
+    bin_E, chosen_E = np.empty(num_experts, np.int64), np.zeros(num_experts, np.bool_)
+    for t in range(biased_TE.shape[0]):
+        if masked and not valid_T[t]:
+            continue
+        row = biased_TE[t]
+        weakest, best = np.inf, -np.inf
+        for k in range(top_k):
+            chosen_E[chosen_TK[t, k]] = True
+            weakest = min(weakest, np.float64(row[chosen_TK[t, k]]))
+        for e in range(num_experts):
+            best = max(best, -np.inf if chosen_E[e] else np.float64(row[e]))
+        for e in range(num_experts):  # apart from the counting, so that it becomes vector code
+            margin = np.float64(row[e]) - (best if chosen_E[e] else weakest)
+            size = max(margin if chosen_E[e] else -margin, 0.0)
+            index = min(max((np.float64(size).view(np.int64) >> 49) - lowest, 0), side - 1)
+            bin_E[e] = side + index if chosen_E[e] else side - 1 - index
+        for e in range(num_experts):
+            count_EB[e, bin_E[e]] += 1
+        for k in range(top_k):
+            chosen_E[chosen_TK[t, k]] = False

@@ -21,6 +21,8 @@ NUM_BINS = 1 + _STEPS * (_LOW_OCTAVES + _HIGH_OCTAVES) + 1
 _MARGIN_OCTAVES = 14
 _MARGIN_SIDE = 1 + _STEPS * _MARGIN_OCTAVES  # bins of one sign
 NUM_MARGIN_BINS = 2 * _MARGIN_SIDE
+# upper bits of 2^-14 as a float64 has them, less one: sizes below it are in bin 0
+_LOWEST_MARGIN = (int(np.float64(0.5**_MARGIN_OCTAVES).view(np.int64)) >> 49) - 1
 
 
 def score_edges() -> np.ndarray:
@@ -233,6 +235,19 @@ def add_margins(routing: Routing, bias_E: torch.Tensor, count_EB: torch.Tensor) 
     bias_E: [E] as the selection had it;  count_EB: [E, NUM_MARGIN_BINS] float64, bins of `margin_edges`.
     Raises ValueError where the number of choices varies.
     """
+    if count_EB.device.type != "cpu":
+        return add_margins_torch(routing, bias_E, count_EB)
+    chosen_TK, biased_TE = _chosen(routing, "margins_every"), _biased(routing, bias_E)
+    if routing.num_tokens:
+        kernels().add_margins(
+            biased_TE.contiguous().numpy(), chosen_TK.contiguous().numpy(), _valid(routing), _LOWEST_MARGIN,
+            count_EB.numpy(),
+        )  # fmt: skip
+    return None
+
+
+def add_margins_torch(routing: Routing, bias_E: torch.Tensor, count_EB: torch.Tensor) -> None:
+    """Twin of `add_margins`."""
     chosen_TK, biased_TE = _chosen(routing, "margins_every"), _biased(routing, bias_E)
     if not routing.num_tokens:
         return

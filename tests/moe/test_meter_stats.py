@@ -253,14 +253,18 @@ def test_pairs_are_the_swap_graph_whose_sums_are_the_swaps(masked):
     assert 0 < near_E.sum() < wide_E.sum() and not torch.equal(near_EE, near_EE.T)
 
 
+MARGINS = {"numba": meter_stats.add_margins, "torch": meter_stats.add_margins_torch}
+
+
+@pytest.mark.parametrize("way", MARGINS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("masked", [False, True], ids=["all_valid", "masked"])
-def test_margins_are_on_the_side_of_the_selection(masked, dtype):
+def test_margins_are_on_the_side_of_the_selection(masked, dtype, way):
     """A third of the margins is 0, where the lower id was selected."""
     routing, bias_E, valid_T = coarse(masked, dtype)
     count_EB = zeros(EXPERTS, NUM_MARGIN_BINS)
     for _ in range(2):
-        meter_stats.add_margins(routing, bias_E, count_EB)
+        MARGINS[way](routing, bias_E, count_EB)
     want_EB = 2 * brute_margins(routing.scores_TE.numpy(), bias_E.numpy(), TOP_K, valid_T)
     assert np.array_equal(count_EB.numpy(), want_EB)
     above = margin_edges()[:-1] >= 0
@@ -270,20 +274,36 @@ def test_margins_are_on_the_side_of_the_selection(masked, dtype):
     assert count_EB[:, half - 1].sum() > 0 and count_EB[:, half].sum() > 0, "ties on both sides"
 
 
-def test_margins_of_any_size_have_a_bin_and_no_token_adds_nothing():
+@pytest.mark.parametrize("masked", [False, True], ids=["all_valid", "masked"])
+def test_margins_of_the_kernel_are_those_of_torch_to_the_last_token(masked):
+    generator = torch.Generator().manual_seed(4)
+    scores_TE = torch.softmax(4 * torch.randn(500, EXPERTS, generator=generator), dim=1)
+    scores_TE[:50] = 2.0 ** torch.randint(-20, 1, (50, EXPERTS), generator=generator)  # edges of bins
+    mask_T = torch.rand(500, generator=generator) > 0.3 if masked else None
+    bias_E = 0.1 * torch.randn(EXPERTS, generator=generator)
+    routing = routed(scores_TE, bias_E=bias_E, mask_T=mask_T)
+    found = {}
+    for way, add in MARGINS.items():
+        found[way] = zeros(EXPERTS, NUM_MARGIN_BINS)
+        add(routing, bias_E, found[way])
+    assert torch.equal(found["numba"], found["torch"])
+
+
+@pytest.mark.parametrize("way", MARGINS)
+def test_margins_of_any_size_have_a_bin_and_no_token_adds_nothing(way):
     edges, half = margin_edges(), NUM_MARGIN_BINS // 2
     assert edges.shape == (NUM_MARGIN_BINS + 1,) and edges[0] == -1 and edges[-1] == 1 and edges[half] == 0
     assert np.array_equal(edges, -edges[::-1]) and (np.diff(edges) > 0).all()
     # a bin is 1/8 of its octave or less
     assert edges[half + 1] == 2**-14 and (np.diff(edges)[half + 1 :] <= edges[half + 1 : -1] / 8).all()
     count_EB = zeros(3, NUM_MARGIN_BINS)
-    meter_stats.add_margins(routed(torch.zeros(0, 3)), torch.zeros(3), count_EB)
+    MARGINS[way](routed(torch.zeros(0, 3)), torch.zeros(3), count_EB)
     assert not count_EB.any()
     bias_E = torch.tensor([5.0, 0.0, -5.0])
-    meter_stats.add_margins(routed(torch.full((4, 3), 0.5), bias_E=bias_E), bias_E, count_EB)
+    MARGINS[way](routed(torch.full((4, 3), 0.5), bias_E=bias_E), bias_E, count_EB)
     assert count_EB[0, -1] == count_EB[1, -1] == count_EB[2, 0] == 4 == count_EB.sum() / 3
     count_EB = zeros(TOP_K, NUM_MARGIN_BINS)
-    meter_stats.add_margins(routed(torch.rand(9, TOP_K)), torch.zeros(TOP_K), count_EB)
+    MARGINS[way](routed(torch.rand(9, TOP_K)), torch.zeros(TOP_K), count_EB)
     assert count_EB[:, -1].tolist() == [9] * TOP_K, "who selects all"
 
 
