@@ -46,6 +46,7 @@ from balancer.histogram import finite_edges, histogram_quantile
 from balancer.kernels import bias_kernels
 
 _CAP = 0.75  # without delay: 1 would answer noise as if it were signal
+_MOST_RAISED = 0.9  # of the stability limit: a gain that is asked for against a strong reinforcement
 _MOST_STEP = 12.0  # tau: the most that one step may change a bias by
 _BEND = 8.0  # violation at which an error counts half
 _FAR = 4.0  # standard deviations of the noise beyond which a change of sign is one that went too far
@@ -154,7 +155,7 @@ def identified_law(
             return _revive(measurement, actuated, np.zeros_like(measurement.counts_LE), delay_steps, state)
         y_LE, noise, state = _measure(measurement, actuated, state)
         gain_L = _gain(y_LE.shape[1], noise, cap) if gain is None else np.full(len(y_LE), gain)
-        gain_L = np.maximum(gain_L, np.minimum(state.least_gain_L, 0.5 * limit))
+        gain_L = np.maximum(gain_L, np.minimum(state.least_gain_L, _MOST_RAISED * limit))
         state = state._replace(gain_L=gain_L, ramp_L=ramps(state))
         if aim_LE is not None:
             state.hold_LE[:] = 0.0

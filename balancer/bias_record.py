@@ -9,6 +9,7 @@ A law is functions over a state of arrays, which holds everything it remembers: 
 goes on bit by bit.
 """
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -178,7 +179,7 @@ def _tokens(counts_LE: Floats, given: Any, top_k: int, step: int) -> int:
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k={top_k} is out of 1..{num_experts}, the number of experts")
     copies_L = counts_LE.sum(axis=1)
-    tokens = round(float(copies_L[0]) / top_k) if given is None else operator.index(given)
+    tokens = round(float(copies_L[0]) / top_k) if given is None else _whole(given, step)
     off_L = np.abs(copies_L - tokens * top_k)
     if off_L.max() > 1e-9 * max(1.0, tokens * top_k):
         layer = int(off_L.argmax())
@@ -188,6 +189,13 @@ def _tokens(counts_LE: Floats, given: Any, top_k: int, step: int) -> int:
             "whole global batch"
         )
     return tokens
+
+
+def _whole(num_tokens: Any, step: int) -> int:
+    value = float(num_tokens) if np.ndim(num_tokens) == 0 and np.isreal(num_tokens) else math.nan
+    if not (value >= 0 and value.is_integer()):
+        raise ValueError(f"step {step}: num_tokens={num_tokens!r} must be a whole number of valid tokens")
+    return int(value)
 
 
 def _check_field(name: str, value: NDArray[Any], shape_LE: tuple[int, ...], step: int) -> None:

@@ -52,26 +52,16 @@ class BalancerLoop:
 
     >>> sample = {"step": 1, "tokens_per_expert_LE": [[30, 10, 10, 10]]}
     >>> config = ControlConfig(bias="sign", monitor=False)
-    >>> loop = BalancerLoop(
-    ...     config, lambda: sample, lambda bias_LE, plan: 0, num_layers=1, num_experts=4, top_k=1
-    ... )
+    >>> loop = BalancerLoop(config, lambda: sample, lambda *_: 0, num_layers=1, num_experts=4, top_k=1)
     >>> (loop.step().bias_LE * 1e4).round(3).tolist()
     [[-15.0, 5.0, 5.0, 5.0]]
     """
 
     def __init__(
-        self,
-        config: ControlConfig,
-        read: Callable[[], Any],
-        actuate: Callable[[Floats | None, Any], Any],
-        *,
-        num_layers: int,
-        num_experts: int,
-        top_k: int,
-        balance_loss: float = 0.0,
-        beta2: float = 0.95,
+        self, config: ControlConfig, read: Callable[[], Any], actuate: Callable[[Floats | None, Any], Any], *,
+        num_layers: int, num_experts: int, top_k: int, balance_loss: float = 0.0, beta2: float = 0.95,
         router_lr_factor: float = 1.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         checked_sizes(num_layers, num_experts, top_k)
         self.config, self._read, self._actuate, self._top_k = config, read, actuate, top_k
         self._router_lr_factor = router_lr_factor
@@ -84,14 +74,17 @@ class BalancerLoop:
     def step(self, *, checkpoint_steps: Sequence[int] = ()) -> Report:
         """Read a sample, and act on it. checkpoint_steps: of the checkpoints that a rollback may go to.
 
-        Raises ValueError for a sample that is none, or a statistic that the law needs and that never comes.
+        Raises ValueError for a sample that is none, or a statistic that the law needs and that never comes;
+        no part has taken the sample in then.
         """
         sample = self._read()
         measurement = read_measurement(sample, self._top_k)
+        if self.bias is not None:
+            self.bias.check(measurement)
         figures = {} if self.bias is None else self.bias.figures()
         verdicts: Sequence[Verdict] = ()
         if self.monitor is not None:
-            verdicts = self.monitor.update(sample, measurement, self.bias and self.bias.state, figures)
+            verdicts = self.monitor.update(sample, measurement, self.bias, figures)
             figures |= self.monitor.figures()
         bias_LE = None if self.bias is None else self.bias.update(measurement)
         actions: tuple[Action, ...] = ()
@@ -121,15 +114,20 @@ class BalancerLoop:
         """[L, E] float64, the bias that the router must have in the next step: with a delay an older one."""
         return None if self.bias is None else self.bias.state.history_DLE[-1].copy()
 
+    @property
+    def asks(self) -> tuple[str, ...]:
+        """Statistics that the bias law would like to have of the next step, beside those of every so many."""
+        return () if self.bias is None else self.bias.asks()
+
     def rolled_back(self, state: dict[str, Any]) -> None:
         """The host is back at the weights of a checkpoint. state: this loop's state_dict in it.
 
-        Bias and monitor are those of then, for they belong to the weights. What the law knows of the router
-        stays, and all that the supervisor knows: it must not forget what it has changed.
+        Bias and monitor are those of then, for they belong to the weights; steps go on. What the law knows of
+        the router stays, and all that the supervisor knows: it must not forget what it has changed.
         """
-        for name in ("bias", "monitor"):
-            if getattr(self, name) is not None:
-                getattr(self, name).go_back(state[name])
+        for part, name in ((self.bias, "bias"), (self.monitor, "monitor")):
+            if part is not None:
+                part.go_back(state[name])
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that it remembers, as dicts, lists, arrays and numbers."""

@@ -11,7 +11,7 @@ Start here:
     SKEWED       uneven beyond its floor but not growing, or a router, bias or rank that is about to be
     STALE        the balancer has not acted for long, or no sample came
     COLLAPSING   the unevenness grows, by more than noise or a change of domain can
-    COLLAPSED    a tenth of the experts get nothing (under 1 % of their fair share)
+    COLLAPSED    a tenth of the experts get nothing (under 1 % of their fair share), and not by chance
 
 What it reckons with stands in monitor_core.py, monitor_charts.py (when is growth an alarm) and
 monitor_figures.py; its settings in monitor_config.py. This class only holds the state and puts it in words.
@@ -179,6 +179,33 @@ class CollapseMonitor:
         parts = {name: np.array(state[name], dtype=array.dtype) for name, array in own.items()}
         self._state = _nested(self._state, parts, "")
         self._changed = []
+
+    def go_back(self, state: Mapping[str, Any]) -> None:
+        """Take an earlier state at the present step: the host has gone back to the weights of then.
+
+        What the state says of steps it says as of now: no time has passed since. Raises as load_state_dict.
+        """
+        now = int(self._state.step)
+        self.load_state_dict(state)
+        self._state = _moved(self._state, now - int(self._state.step))
+
+
+# what a state says in steps of training
+_STEPS = ("step", "since_L", "block_step_L", "onset_L")
+
+
+def _moved(state: Any, steps: int) -> Any:
+    """The state with everything in it that is a step of training so many steps later."""
+    return type(state)(
+        *(
+            _moved(part, steps)
+            if isinstance(part, tuple)
+            else np.asarray(part + steps)  # a 0-d array stays one
+            if name in _STEPS
+            else part
+            for name, part in state._asdict().items()
+        )
+    )
 
 
 def _flat(state: Any, prefix: str = "") -> dict[str, NDArray[Any]]:

@@ -21,7 +21,10 @@ from experiments.bench_control_parts import TEST_SEED, TUNING_SEED, Floats, clos
 from experiments.bench_placement_parts import Found
 from experiments.forecast_plots_parts import grid, look, png
 
-LAWS = ("identified", "linear", "sign", "smebu", "quantile-damped")
+LAWS = (
+    "identified", "linear", "sign", "smebu", "quantile-damped", "longcat", "laplacian", "quantile",
+    "sign-decay", "bip",
+)  # fmt: skip
 RHOS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.7, 1.0, 1.5)
 PLANT = PlantConfig(num_layers=20, imbalance=0.3, drift=0.01, seed=TEST_SEED)
 STEPS, TUNED_AT, COLLAPSED = 200, 0.05, 0.1

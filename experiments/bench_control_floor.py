@@ -15,7 +15,10 @@ from experiments.bench_control_parts import TEST_SEED, Floats, close_loop, exces
 from experiments.bench_placement_parts import Found
 from experiments.forecast_plots_parts import grid, look, png
 
-LAWS = ("identified", "linear", "sign", "smebu", "quantile-damped", "longcat")
+LAWS = (
+    "identified", "linear", "sign", "smebu", "quantile-damped", "longcat", "laplacian", "quantile",
+    "sign-decay", "bip",
+)  # fmt: skip
 LOG_TOKENS, PHIS = (12, 13, 14, 15, 16, 17, 18, 19, 20), (1.0, 2.3)
 PLANT = PlantConfig(num_layers=4, reinforcement=0.05, drift=0.01, imbalance=0.3, seed=TEST_SEED)
 STEPS = 150

@@ -21,14 +21,17 @@ from experiments.bench_placement_parts import Found
 from experiments.forecast_plots_parts import grid, look, png
 
 GAINS = (0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 0.95, 1.2, 1.6, 2.4)
-LAWS = ("identified", "linear", "longcat", "smebu", "quantile-damped", "sign")
+# quantile and bip have no gain to set
+LAWS = (
+    "identified", "linear", "longcat", "smebu", "quantile-damped", "sign", "laplacian", "sign-decay"
+)  # fmt: skip
 DELAYS = (0, 1, 2, 3)
 STEPS, RUNS, UNSTABLE = 160, 4, 3.0
 
 
 def law_of(name: str, gain: float, delay: int, scale: float, experts: int) -> Law | None:
     """A law of small-signal gain g on a plant of mean slope lam; None where it takes no such setting."""
-    if name == "identified":
+    if name in ("identified", "laplacian"):
         limit = 2 * math.sin(math.pi / (2 * (2 * delay + 1)))
         return law(name, delay_steps=delay, gain=gain) if gain < limit else None
     if name == "quantile-damped":

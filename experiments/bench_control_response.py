@@ -28,7 +28,10 @@ from experiments.bench_control_parts import (
 from experiments.bench_placement_parts import Found
 from experiments.forecast_plots_parts import grid, look, png
 
-LAWS = ("identified", "linear", "smebu", "sign", "quantile-damped", "quantile", "longcat", "laplacian")
+LAWS = (
+    "identified", "linear", "smebu", "sign", "quantile-damped", "quantile", "longcat", "laplacian",
+    "sign-decay", "bip",
+)  # fmt: skip
 RIVAL = "quantile-damped"
 USUAL = (f"{RIVAL} 0.3", 0.3)
 SHOWN = ("identified", "linear", "smebu", "sign", "quantile-damped", "quantile")
@@ -115,7 +118,7 @@ def _plot(shown: dict[str, dict[str, Floats]]) -> bytes:
 def run_speed(quick: bool) -> Found:
     """Median time of an update at 60 layers of 256 experts."""
     found, layers, experts = Found(), 6 if quick else 60, 32 if quick else 256
-    for name in LAWS[:3] if quick else (*LAWS, "bip"):
+    for name in LAWS[:3] if quick else LAWS:
         law_ = parts.make(name)
         layers_here = 4 if name in ("laplacian", "bip") else layers  # they take seconds at 60
         config = PlantConfig(

@@ -264,6 +264,11 @@ def _check_control(control: ControlConfig, router: RouterConfig, train: TrainCon
             f"control.bias={control.bias!r} has no effect: router.forced={router.forced!r} draws the experts "
             "whatever the scores say; leave one of the two out"
         )
+    if control.supervisor and router.forced:
+        raise ValueError(
+            f"control.supervisor=true has no effect on the load: router.forced={router.forced!r} draws the "
+            "experts whatever the scores say; leave one of the two out"
+        )
     if control.acts and router.top_k >= router.num_experts:
         raise ValueError(
             f"router.top_k={router.top_k} of router.num_experts={router.num_experts} experts: every token "

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from balancer.bias_record import Actuated, Measurement
+from balancer.bias_record import Actuated, read_measurement
 from balancer.control_config import ControlConfig, build_law
 from balancer.loop import BalancerLoop, Report
 from experiments import control_records, saving
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 NAME = "control"
 # steps between two samples of what a law needs; those of 20 change slowly, and cost more
+_USED_EVERY = 20  # of what a law only works better with; when it needs it, it asks
 _EVERY = {"swaps": 20, "scores": 1, "margins": 1, "pairs": 20, "sample": 1}
+_SAMPLE_TOKENS = 256  # a rank, for a law that prices experts by them: with few of them chance sets the price
 # what the loop reads of a LoadSample, beside step, counts and tokens, and what only a bias law reads
 _READ = (
     "swaps_LE", "wide_swaps_LE", "swap_delta", "squares_LE", "tokens_squared", "rows_to_rank_LP",
@@ -47,6 +49,9 @@ def meter_settings(config: Config) -> dict[str, Any]:
     if law is not None:  # the limit of the bias follows the scores, as they drift
         settings["scores_every"] = 20
         settings |= {f"{name}_every": _EVERY[name] for name in law.needs}
+        settings |= {f"{name}_every": _USED_EVERY for name in law.uses}
+        if "sample" in law.needs:
+            settings["sample_tokens"] = min(_SAMPLE_TOKENS, config.train.micro_batch * config.model.seq_len)
     if config.router.score == "sigmoid":  # such scores lie wider apart
         settings["swap_delta"] = 1.0 / config.router.num_experts
     return settings
@@ -126,6 +131,7 @@ class TrainingControl:
             rows_LE = torch.from_numpy(bias_LE.astype(np.float32))
             for layer, bias_E in zip(self._layers, rows_LE, strict=True):
                 layer.router.bias.set(bias_E)
+        self._trainer.meter.request(self.loop.asks)
         if supervisor is not None:
             for layer, coefficient in zip(self._layers, supervisor.state.coefficient_L.tolist(), strict=True):
                 layer.set_balance_loss(coefficient)
@@ -183,11 +189,17 @@ def _metered_layers(trainer: "Trainer") -> list[MoELayer]:
 
 
 def _compile(control: ControlConfig, num_experts: int, top_k: int) -> None:
-    """Let the law compile what it compiles before the first step, not within it."""
+    """Let the law load and compile what it runs before the first step, not within it: in an even step of one
+    layer, with the swaps and margins without which it would not get that far."""
     law = build_law(control)
     if law is None:
         return
-    counts_LE = np.full((1, num_experts), float(top_k * 100))
-    measurement = Measurement(step=0, counts_LE=counts_LE, num_tokens=num_experts * 100, top_k=top_k)
-    zeros_LE = np.zeros_like(counts_LE)
-    law.update(measurement, Actuated(zeros_LE, zeros_LE, zeros_LE), law.init(1, num_experts, top_k))
+    tokens, fair = 100 * num_experts, 100 * top_k
+    sample: dict[str, Any] = {"step": 0, "num_tokens": tokens, "swap_delta": 0.01}
+    sample["tokens_per_expert_LE"] = counts_LE = np.full((1, num_experts), fair)
+    sample |= {"swaps_LE": counts_LE // 10, "wide_swaps_LE": counts_LE // 5}
+    sample["margin_histogram_LEB"] = np.tile([tokens - fair, fair], (1, num_experts, 1))
+    sample["margin_edges_X"] = np.array([-1.0, 0.0, 1.0])
+    zeros_LE = np.zeros((1, num_experts))
+    state = law.init(1, num_experts, top_k)
+    law.update(read_measurement(sample, top_k), Actuated(zeros_LE, zeros_LE, zeros_LE), state)

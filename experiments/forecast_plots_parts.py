@@ -75,7 +75,7 @@ def few(num: int) -> list[int]:
 
 
 def look(i: int) -> dict[str, Any]:
-    return {"color": COLOURS[i % 6], "ls": _DASHES[i % 6], "lw": 2.0 if i == 0 else 1.5}
+    return {"color": COLOURS[i % 6], "ls": _DASHES[(i + i // 6) % 6], "lw": 2.0 if i == 0 else 1.5}
 
 
 def log_y(ax: Any) -> None:

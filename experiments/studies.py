@@ -1,7 +1,8 @@
 """Studies: many small training runs side by side, and what they say together.
 
 Under `counterpoise bench training`. A run is a process of one rank with a folder, named by a hash of its
-settings: a study that was stopped goes on where it was, and runs that two studies share are trained once.
+settings and of the code: a study that was stopped goes on where it was, runs that two studies share are
+trained once, and after a change of code all are trained anew.
 """
 
 import hashlib
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +27,9 @@ from experiments.config import find_file
 Floats = NDArray[np.float64]
 
 _DRAWS = 10_000
+_ROOT = Path(__file__).resolve().parents[1]
+# whose code makes a training's result, but the benchmarks', which only read it
+_PACKAGES, _READERS = ("balancer", "experiments", "moe", "routing"), "bench*.py"
 
 
 class Run(NamedTuple):
@@ -66,12 +71,15 @@ def train_all(
 ) -> dict[Run, Result]:
     """Train the runs that the folder does not hold yet, `workers` at a time; every run's result.
 
-    Raises RuntimeError where a run fails, with the end of what it said.
+    say: gets a line a run, and one on those that are there already. Raises RuntimeError where a run fails,
+    with the end of what it said.
     """
     folder.mkdir(parents=True, exist_ok=True)
     found: dict[Run, Result] = {}
     begun, done = time.monotonic(), 0
     missing = [run for run in runs if not _is_complete(folder / _name(run, config))]
+    if len(missing) < len(runs):
+        say(f"{len(runs) - len(missing)} of {len(runs)} runs are in {folder} already, of the same code")
     with ThreadPoolExecutor(workers) as pool:
         jobs = {pool.submit(_train, run, config, folder): run for run in missing}
         for job in as_completed(jobs):
@@ -87,8 +95,20 @@ def train_all(
 
 def _name(run: Run, config: str) -> str:
     text = find_file(config).read_text()  # a changed config is another run
-    settings = json.dumps([text, run.seed, sorted(run.overrides)])
+    settings = json.dumps([text, run.seed, sorted(run.overrides), code_digest(_ROOT)])
     return hashlib.sha256(settings.encode()).hexdigest()[:16]
+
+
+@lru_cache
+def code_digest(root: Path) -> str:
+    """Return a digest of the files of code below root that a training depends on, as they are at first."""
+    digest = hashlib.sha256()
+    for package in _PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            if not path.match(_READERS):
+                digest.update(f"{path.relative_to(root)}\0".encode())
+                digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def _is_complete(path: Path) -> bool:
@@ -103,9 +123,8 @@ def _train(run: Run, config: str, folder: Path) -> None:
     for override in (*run.overrides, *seeds):
         command += ["--set", override]
     command += ["--runs-dir", str(folder), "--name", path.name]
-    root = Path(__file__).resolve().parents[1]
-    env = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-    ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False, cwd=root)
+    env = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)}
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False, cwd=_ROOT)
     if ended.returncode:
         said = "\n".join((ended.stdout + ended.stderr).splitlines()[-8:])
         raise RuntimeError(

@@ -14,7 +14,7 @@ from balancer.bias import (
     update_bias,
 )
 from balancer.bias_quantile import margin_quantile
-from balancer.bias_record import Actuated, Law, Measurement
+from balancer.bias_record import Actuated, Law, Measurement, read_measurement
 
 E, K, T = 4, 1, 400
 
@@ -349,3 +349,16 @@ def test_a_quantile_step_is_taken_from_the_newest_or_the_measured_bias() -> None
         law_ = law(name, **settings)
         change_LE, _ = law_.update(measurement, actuated, law_.init(1, E, K))
         np.testing.assert_allclose(change_LE, wanted, atol=1e-15, err_msg=f"{name} {settings}")
+
+
+@pytest.mark.parametrize("tokens", [60.0, np.float32(60), np.int64(60)])
+def test_a_number_of_tokens_may_be_a_whole_float(tokens) -> None:
+    sample = {"step": 1, "tokens_per_expert_LE": np.full((1, 4), 30), "num_tokens": tokens}
+    assert read_measurement(sample, 2).num_tokens == 60
+
+
+@pytest.mark.parametrize("tokens", [60.5, -1, float("nan"), "60", [60]])
+def test_a_number_of_tokens_that_is_none_is_refused(tokens) -> None:
+    sample = {"step": 1, "tokens_per_expert_LE": np.full((1, 4), 30), "num_tokens": tokens}
+    with pytest.raises(ValueError, match=r"num_tokens=.* must be a whole number"):
+        read_measurement(sample, 2)

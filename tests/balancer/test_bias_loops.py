@@ -107,11 +107,12 @@ def rms(bias_LE: np.ndarray, plant) -> float:
     return float(np.sqrt(((share_LE / share_LE.mean() - 1) ** 2).mean()))
 
 
-def through_death(name: str, dead_steps: int, limit: float) -> tuple[float, int]:
+def through_death(name: str, dead_steps: int, limit: float | None, used: bool = False) -> tuple[float, int]:
     """The largest |b| while expert 2 can get nothing, and the steps to level all once it can again."""
     config = PlantConfig(
         num_experts=8, top_k=2, score="sigmoid", token_spread=0.5, expert_spread=0.1, noise=False,
-        statistics=needed(name), scores_every=10**9, population=2048,
+        statistics=needed(name) + (law(name).uses if used else ()), population=2048,
+        scores_every=10**9 if limit else 20, margins_every=20 if used else 1,
     )  # fmt: skip
     law_, alive = law(name), init_plant(config)
     buried = alive.base_LME.copy()
@@ -119,13 +120,15 @@ def through_death(name: str, dead_steps: int, limit: float) -> tuple[float, int]
     state, largest = init_bias(law_, 1, 8, 2, limit=limit), 0.0
     plant = alive._replace(base_LME=buried)
     for _ in range(dead_steps):
-        measurement, plant = step_plant(state.bias_LE, plant)
-        assert measurement.counts_LE[0, 2] == 0
+        asked = law_.asks(state.law) if used and law_.asks is not None else ()
+        measurement, plant = step_plant(state.bias_LE, plant, asked)
+        assert limit is None or measurement.counts_LE[0, 2] == 0
         _, state = update_bias(law_, measurement, state)
         largest = max(largest, float(np.abs(state.bias_LE).max()))
     plant = plant._replace(base_LME=alive.base_LME)
     for step in range(2000):
-        measurement, plant = step_plant(state.bias_LE, plant)
+        asked = law_.asks(state.law) if used and law_.asks is not None else ()
+        measurement, plant = step_plant(state.bias_LE, plant, asked)
         if np.abs(measurement.violation_LE).max() < 0.5:
             return largest, step
         _, state = update_bias(law_, measurement, state)
@@ -136,6 +139,17 @@ def through_death(name: str, dead_steps: int, limit: float) -> tuple[float, int]
 def test_no_law_winds_up_on_a_dead_expert(name: str) -> None:
     largest, steps = through_death(name, dead_steps=200, limit=0.1)
     assert largest <= 0.1 and steps <= RECOVERY[name], f"largest |b| {largest}, recovered in {steps} steps"
+
+
+def test_the_default_law_does_not_wind_up_where_it_has_margins_either() -> None:
+    largest, steps = through_death("identified", dead_steps=200, limit=0.1, used=True)
+    assert largest <= 0.1 and steps <= 5, f"largest |b| {largest}, recovered in {steps} steps"
+
+
+def test_the_limit_that_follows_the_scores_keeps_a_dead_experts_bias_within_their_range() -> None:
+    """Its scores are 10 below the others', which only a bias of 10 would make up for."""
+    largest, steps = through_death("identified", dead_steps=100, limit=None, used=True)
+    assert 1.0 < largest <= 12.0 and steps <= 20, f"largest |b| {largest}, recovered in {steps} steps"
 
 
 @pytest.mark.slow

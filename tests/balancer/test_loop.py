@@ -1,5 +1,7 @@
 """The balancer loop: parts in their order, any of them off, and a state with which it goes on bit by bit."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from balancer.bias import init_bias, law, update_bias
 from balancer.bias_record import read_measurement
 from balancer.control_config import ControlConfig
 from balancer.loop import BalancerLoop
+from balancer.monitor import CollapseMonitor
 
 LAYERS, EXPERTS, TOP_K, TOKENS = 3, 8, 2, 4096
 
@@ -170,6 +173,36 @@ def test_an_object_is_as_good_a_sample_as_a_mapping():
     assert_same(one.loop.state_dict(), other.loop.state_dict())
 
 
+def test_an_action_is_a_change_of_the_bias_and_its_age_is_that_of_the_last_one():
+    feed = list(samples(30))
+    for sample in feed[9:20]:
+        sample["tokens_per_expert_LE"] = np.full((LAYERS, EXPERTS), TOKENS * TOP_K // EXPERTS)
+    config = ControlConfig(bias="sign", stale_after_steps=5)
+    host = Host(config, feed)
+    reports = host.run(12)
+    resumed = Host(config, host.feed)  # which remembers it
+    resumed.loop.load_state_dict(host.loop.state_dict())
+    reports += resumed.run(18)
+    age_W = [int(report.figures["balancer_age_steps"].max()) for report in reports[1:]]
+    assert age_W == [1] * 9 + list(range(2, 13)) + [1] * 9, "exact balance is left alone, noise is not"
+    assert [(verdict.layer, verdict.state) for verdict in reports[14].alarms] == [
+        (layer, "STALE") for layer in range(LAYERS)
+    ]
+    assert "the balancer last acted 6 steps ago" in reports[14].verdicts[0].reasons
+    assert reports[21].verdicts[0].state == "HEALTHY"
+
+
+def test_a_law_that_never_acts_is_stale_in_the_end_and_no_law_at_all_is_not():
+    feed = samples(12, without=("swaps_LE", "wide_swaps_LE"))  # without which it does not know its gain
+    reports = Host(ControlConfig(bias="identified", stale_after_steps=10), feed).run(12)
+    assert not any(report.bias_LE.any() for report in reports)
+    states = [report.verdicts[0].state for report in reports]
+    assert states == ["HEALTHY"] * 11 + ["STALE"], "counted from the first sample, step 1"
+    for report in Host(ControlConfig(stale_after_steps=10), samples(12)).run(12):
+        assert report.verdicts[0].state == "HEALTHY"
+        assert np.isnan(report.figures["balancer_age_steps"]).all()
+
+
 # ---- state ----------------------------------------------------------------------------------------------
 
 
@@ -239,13 +272,116 @@ def test_after_a_rollback_the_bias_is_that_of_the_checkpoint_and_the_supervisor_
     host.loop.rolled_back(saved)
     after = host.loop.state_dict()
     np.testing.assert_array_equal(after["bias"]["bias"]["bias_LE"], saved["bias"]["bias"]["bias_LE"])
-    assert_same(after["monitor"], saved["monitor"])
+    for name, part in saved["monitor"]["monitor"].items():
+        now = after["monitor"]["monitor"][name]
+        np.testing.assert_array_equal(now, part + 30 * (name in STEPS), err_msg=name)
     assert_same(after["supervisor"], before["supervisor"])
     assert_same(after["bias"]["bias"]["law"], before["bias"]["bias"]["law"])
     assert host.run(1)[0].step == 41, "steps go on"
 
 
+# fields of the monitor's state that are steps of training
+STEPS = ("step", "since_L", "block_step_L", "earlier_step_L", "charts.onset_L")
+
+
+def test_going_back_further_than_the_age_limit_raises_no_alarm():
+    config = ControlConfig(bias="sign", supervisor=True, stale_after_steps=20)
+    host = Host(config, samples(60), balance_loss=0.01)
+    host.run(10)
+    saved = host.loop.state_dict()
+    host.run(40)
+    host.loop.rolled_back(saved)
+    for report in host.run(2):
+        assert [verdict.state for verdict in report.verdicts] == ["HEALTHY", "SKEWED", "HEALTHY"]
+        assert not report.alarms
+        assert (report.figures["gap_steps"] == 1).all()
+        assert (report.figures["balancer_age_steps"] == 1).all()
+
+
+def test_a_monitor_that_went_back_goes_on_as_if_no_time_had_passed():
+    feed = [sample["tokens_per_expert_LE"] for sample in samples(160, growth=0.04)]
+    monitor, other = (CollapseMonitor(LAYERS, EXPERTS, TOP_K) for _ in range(2))
+    for step in range(60):
+        monitor.update(step, feed[step])
+    saved = monitor.state_dict()
+    assert saved["charts.onset_L"].any(), "a collapse has begun"
+    for step in range(60, 110):
+        monitor.update(step, feed[step])
+    monitor.go_back(saved)
+    other.load_state_dict(saved)
+    states = set()
+    for step in range(60, 160):
+        mine, theirs = monitor.update(step + 50, feed[step]), other.update(step, feed[step])
+        for name, figure_L in monitor.figures().items():
+            np.testing.assert_array_equal(figure_L, other.figures()[name], err_msg=name)
+        assert [(v.state, v.since_step) for v in mine] == [(v.state, v.since_step + 50) for v in theirs]
+        states |= {verdict.state for verdict in mine}
+    assert "COLLAPSED" in states
+    for name, part in other.state_dict().items():
+        moved = part + 50 * (name in STEPS)
+        np.testing.assert_array_equal(monitor.state_dict()[name], moved, err_msg=name)
+
+
 # ---- what is refused ------------------------------------------------------------------------------------
+
+
+def without_a_delta(sample):
+    sample["swap_delta"] = 0.0
+
+
+def with_a_bin_too_many(sample):
+    sample["score_histogram_LEB"] = np.ones((LAYERS, EXPERTS, 8))
+    sample["score_edges_X"] = np.linspace(0.0, 1.0, 8)
+
+
+def with_edges_that_fall(sample):
+    sample["margin_histogram_LEB"] = np.ones((LAYERS, EXPERTS, 2))
+    sample["margin_edges_X"] = np.array([1.0, 0.0, -1.0])
+
+
+def with_an_expert_too_many(sample):
+    sample["tokens_per_expert_LE"] = np.pad(sample["tokens_per_expert_LE"], ((0, 0), (0, 1)))
+    for name in ("swaps_LE", "wide_swaps_LE", "rows_to_rank_LP"):
+        sample.pop(name, None)
+
+
+def with_a_negative_loss(sample):
+    sample["balance_loss_L"] = -np.ones(LAYERS)
+
+
+ALONE = ControlConfig(bias="identified", monitor=False)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (without_a_delta, "step 6: swap_delta=0.0 must be above 0"),
+        (with_a_bin_too_many, r"score_edges_X is \(8,\) and must be 9 increasing numbers, .* of the 8 bins"),
+        (with_edges_that_fall, "margin_edges_X is .* must be 3 increasing numbers"),
+        (with_an_expert_too_many, r"step 6: the counts are \(3, 9\), and the loop was made for \(3, 8\)"),
+    ],
+)
+def test_a_sample_that_the_law_refuses_leaves_every_part_as_it_was(spoil, words):
+    for config in (ALONE, replace(ALONE, monitor=True, supervisor=True)):
+        assert_refused(config, spoil, words)
+
+
+def test_a_sample_that_the_monitor_refuses_leaves_every_part_as_it_was():
+    assert_refused(replace(ALONE, monitor=True), with_a_negative_loss, "aux_loss_L holds negative")
+
+
+def assert_refused(config, spoil, words):
+    """Refused in step 6 with these words; a sample that is right is taken in then, as if nothing had been."""
+    feed, good = list(samples(10)), list(samples(10))
+    spoil(feed[5])
+    host, other = (Host(config, fed, balance_loss=0.01) for fed in ([*feed[:6], *good[5:]], good))
+    host.run(5)
+    before = host.loop.state_dict()
+    with pytest.raises(ValueError, match=words):
+        host.run(1)
+    assert_same(host.loop.state_dict(), before)
+    host.run(5), other.run(10)
+    assert_same(host.loop.state_dict(), other.loop.state_dict())
 
 
 def test_a_statistic_that_never_comes_is_named_with_how_to_get_it():
@@ -253,8 +389,10 @@ def test_a_statistic_that_never_comes_is_named_with_how_to_get_it():
         ControlConfig(bias="identified", monitor=False), samples(150, without=("swaps_LE", "wide_swaps_LE"))
     )
     host.run(99)
+    before = host.loop.state_dict()
     with pytest.raises(ValueError, match=r"identified needs swaps \(swaps_LE, wide_swaps_LE.*swaps_every=20"):
         host.run(1)
+    assert_same(host.loop.state_dict(), before)
 
 
 def test_copies_that_are_not_those_of_the_tokens_are_refused_with_the_difference():

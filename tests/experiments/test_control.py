@@ -3,16 +3,18 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from balancer import load_trace
+from balancer import bias_identified, kernels, load_trace
+from balancer.bias import LAWS
 from balancer.control_config import ControlConfig
 from experiments.config import load_config
-from experiments.control import meter_settings
+from experiments.control import _compile, meter_settings
 from experiments.state_tree import unpack
 from moe.testing import run_ranks
 
@@ -36,6 +38,7 @@ def train_here(folder, toml, name, *sets, resume=False, each_step=None):
 
     def building(*args):
         kept["trainer"] = build(*args)
+        kept["compiled"] = kernels._bias_compiled.cache_info().currsize
         return kept["trainer"]
 
     def recording(trainer, outcome, progress):
@@ -51,7 +54,7 @@ def train_here(folder, toml, name, *sets, resume=False, each_step=None):
         assert train(train_parser().parse_args(arguments)) == 0
     finally:
         session.build, session.record_step = build, record_step
-    return router_settings(kept["trainer"])
+    return router_settings(kept["trainer"]) | {"compiled": kept["compiled"]}
 
 
 def router_settings(trainer):
@@ -177,6 +180,7 @@ def test_bias_and_coefficients_are_the_same_on_all_ranks_and_for_every_layer(run
     assert (np.abs(bias_LE).max(axis=1) > 0).all()
     np.testing.assert_allclose(bias_LE.mean(axis=1), 0, atol=1e-8)
     assert first["whole"]["dtypes"] == ["torch.float32"] * 2
+    assert first["whole"]["compiled"] == 1, "before the first step"
 
 
 def test_the_bias_is_updated_once_a_step_under_accumulation(runs):
@@ -314,9 +318,14 @@ def test_a_monitor_may_come_and_go_with_a_resume(tmp_path, small_toml):
     ("sets", "expected"),
     [
         ((), {}),
-        (("control.bias=identified",), {"scores_every": 20, "swaps_every": 20}),
+        (("control.bias=identified",), {"scores_every": 20, "swaps_every": 20, "margins_every": 20}),
         (("control.bias=quantile",), {"scores_every": 20, "margins_every": 1}),
         (("control.bias=laplacian",), {"scores_every": 20, "pairs_every": 20}),
+        (("control.bias=bip",), {"scores_every": 20, "sample_every": 1, "sample_tokens": 256}),
+        (
+            ("control.bias=bip", "train.micro_batch=1", "model.seq_len=64"),
+            {"scores_every": 20, "sample_every": 1, "sample_tokens": 64},
+        ),
         (("control.bias=sign", "router.score=sigmoid"), {"scores_every": 20, "swap_delta": 0.125}),
     ],
 )
@@ -330,6 +339,14 @@ def test_the_meter_measures_what_the_law_needs(sets, expected):
         (("control.bias=sign", "router.forced=uniform"), "has no effect: router.forced='uniform'"),
         (("control.bias=sign", "router.top_k=8"), "every token selects all"),
         (("control.supervisor=true", "router.balance_loss=0.5"), "control.balance_loss_most"),
+        (
+            ("control.supervisor=true", "router.forced=zipf:3"),
+            "control.supervisor=true has no effect on the load: router.forced='zipf:3'",
+        ),
+        (
+            ("control.bias=identified", "control.bias_step=3"),
+            r"tiny\.toml .*control\.bias_step=3\.0: gain=3\.0",
+        ),
         (("control.supervisor=true", "train.schedule=deepspeed"), "control.rollback=false"),
         (("control.bias=sing",), "control.bias='sing' is unknown"),
     ],
@@ -337,3 +354,31 @@ def test_the_meter_measures_what_the_law_needs(sets, expected):
 def test_settings_that_contradict_one_another_are_refused(sets, words):
     with pytest.raises(ValueError, match=words):
         load_config("tiny.toml", sets)
+
+
+@pytest.mark.parametrize(
+    "control",
+    [
+        ControlConfig(bias="identified"),
+        ControlConfig(bias="identified", dead_band=1.0, rate_limit=0.1, delay_steps=1),
+    ],
+    ids=["plain", "wrapped"],
+)
+@pytest.mark.parametrize(("experts", "top_k"), [(2, 1), (8, 7), (64, 2)])
+def test_the_kernels_of_the_law_run_before_the_first_step(monkeypatch, control, experts, top_k):
+    compiled, called = kernels.bias_kernels(), set()
+
+    def noted():
+        return SimpleNamespace(**{name: noting(name, run) for name, run in vars(compiled).items()})
+
+    def noting(name, run):
+        return lambda *given: called.add(name) or run(*given)
+
+    monkeypatch.setattr(bias_identified, "bias_kernels", noted)
+    _compile(control, experts, top_k)
+    assert called == set(vars(compiled))
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_every_law_can_be_compiled(name):
+    _compile(ControlConfig(bias=name), 4, 2)

@@ -1,6 +1,9 @@
 """Studies of many runs: what is read, cached and paired; a real run where that takes seconds only."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +11,8 @@ import pytest
 from experiments import bench_training, studies
 from experiments.studies import Result, Run, interval, paired, read_result, train_all
 from experiments.training_plots import bits_by_violation, dead_over_steps
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def result(bits: float, seed: int = 0) -> Result:
@@ -73,7 +78,8 @@ def test_a_run_that_is_there_is_not_trained_again_and_one_that_fails_says_why(tm
     said = []
     for _ in range(2):
         found = train_all(runs, "collapse.toml", tmp_path / "runs", workers=1, say=said.append)
-    assert len(trained) == 2 and set(found) == set(runs) and said[-1].startswith("2/2 c, a, seed 2")
+    assert len(trained) == 2 and set(found) == set(runs) and said[1].startswith("2/2 c, a, seed 2")
+    assert said[2:] == [f"2 of 2 runs are in {tmp_path / 'runs'} already, of the same code"]
     monkeypatch.undo()
     with pytest.raises(RuntimeError, match=r"unknown key train\.stepz"):
         train_all([Run("c", "a", 1, ("train.stepz=1",))], "collapse.toml", tmp_path / "runs", workers=1)
@@ -86,6 +92,40 @@ def test_a_run_of_a_changed_config_is_another_run(tmp_path):
         config.write_text(text)
         names.add(studies._name(run, str(config)))
     assert len(names) == 2 and studies._name(run._replace(case="d"), str(config)) in names
+
+
+def test_a_run_after_a_change_of_code_is_another_run(tmp_path, monkeypatch):
+    for name in ("balancer/a.py", "moe/b.py", "routing/c.py", "experiments/d.py", "experiments/bench_e.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x = 1\n")
+
+    def name_now():
+        studies.code_digest.cache_clear()
+        return studies._name(Run("c", "a", 1, ()), "collapse.toml")
+
+    monkeypatch.setattr(studies, "_ROOT", tmp_path)
+    names = [name_now()]
+    for changed in ("balancer/a.py", "moe/b.py", "routing/c.py", "experiments/d.py"):
+        (tmp_path / changed).write_text("x = 2\n")
+        names.append(name_now())
+    (tmp_path / "balancer" / "a.py").rename(tmp_path / "balancer" / "z.py")
+    names.append(name_now())
+    (tmp_path / "moe" / "deeper").mkdir()
+    (tmp_path / "moe" / "deeper" / "f.py").touch()
+    names.append(name_now())
+    assert len(set(names)) == 7
+    (tmp_path / "experiments" / "bench_e.py").write_text("x = 2\n")  # which reads results, and makes none
+    assert name_now() == names[-1]
+    monkeypatch.undo()
+    assert name_now() not in names
+
+
+def test_no_training_runs_the_code_of_a_benchmark():
+    code = (
+        "import sys, experiments.train; print([name for name in sys.modules if 'experiments.bench' in name])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
 
 
 def test_the_plots_are_pictures():
