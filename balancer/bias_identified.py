@@ -8,14 +8,11 @@ A law of `balancer/bias.py`, with nothing to tune. A step of it:
 
 Margins say where the bias should be, however far that is and however unlike the scores of the experts are;
 they cost a pass over all scores, so they come every so many steps, and in every step in which the law asks
-for them: while an expert is far from its share. In between tau serves, which swap counts give:
-
-J = dn/db is the Laplacian of the swap graph (tokens whose K-th and (K+1)-th expert lie close), of which the
-diagonal is enough: J_ee = a_e (E - 1) / E of a complete graph's eigenvalue. Where that is far beyond what the
-margins say, tau_e = 2 (Q_e(3 r / 4) - Q_e(5 r / 4)), the expert's scores are narrower than the gap that swaps
-are counted in, and the margins are believed. f(y) = y below balance and
-y / (1 + y / 8) above it: a share falls about exponentially with the bias, so a straight step would overshoot
-where one expert has much too much; its logarithm would lose against a router that reinforces in proportion.
+for them: while an expert is far from its share. In between tau serves (`balancer/bias_slopes.py`): J = dn/db
+is the Laplacian of the swap graph (tokens whose K-th and (K+1)-th expert lie close), of which the diagonal is
+enough. f(y) = y below balance and y / (1 + y / 8) above it: a share falls about exponentially with the bias,
+so a straight step would overshoot where one expert has much too much; its logarithm would lose against a
+router that reinforces in proportion.
 
     g = min(cap, max(tracking, surprise, 2 rho))        cap = 0.75, or 1/(2d+1) at a delay of d steps
 
@@ -27,7 +24,7 @@ takes more: slopes differ, and not every one is what it was when it was measured
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +39,8 @@ from balancer.bias_noise import (
     update_noise,
 )
 from balancer.bias_record import Actuated, Floats, Law, Measurement
-from balancer.histogram import finite_edges, histogram_quantile
+from balancer.bias_slopes import LEAST_SLOPE, SlopeState, init_slopes, read_slopes
+from balancer.histogram import histogram_quantile
 from balancer.kernels import bias_kernels
 
 _CAP = 0.75  # without delay: 1 would answer noise as if it were signal
@@ -52,13 +50,7 @@ _BEND = 8.0  # violation at which an error counts half
 _FAR = 4.0  # standard deviations of the noise beyond which a change of sign is one that went too far
 _MOST_TRUST = 8.0  # factor of the step of an expert that does not yield
 _MOST_TRUST_DELAYED = 1.5  # under a delay an answer is late, which looks like no answer: keep to the margin
-_SMOOTHING = 0.2  # weight of a new sample of swap counts: five samples, a hundred steps
-_PRIOR_HITS = 10.0  # swaps that the layer's mean slope counts as: few hits say little
 _ASK = 0.5  # violation beyond which the law asks for margins, if it is beyond the noise too
-_TOO_WIDE = 1.5  # times the tau of the margins: beyond it that of the swaps is not believed
-_BLEND = 0.3  # weight of new margins in the tau that they give
-_WIDTH = 0.25  # of r: between shares that far to both sides of r the slope at balance is taken
-_LEAST_SLOPE = 0.05  # of the layer's median: below it an expert's own slope is not believed
 _DEAD_SHARE = 0.1  # of r: an expert below it with no slope of its own is revived by a jump
 _REVIVED_SHARE = 0.25  # of r: where the jump aims
 _RAMP_RATE = 0.05  # of the running mean of y that a drift shows in
@@ -67,23 +59,17 @@ _RAMP_RATE = 0.05  # of the running mean of y that a drift shows in
 class IdentifiedState(NamedTuple):
     """What the law remembers; float64 arrays [L, E] or [L], a count of none is 0.
 
-    near_LE, wide_LE, tokens_L: smoothed swap counts and the tokens they are of. delta_L: half the width.
-    tau_LE: r / J_ee, bias per unit of violation at balance; 0 before the first swap counts.
-    noise: see bias_noise. last_LE, earlier_LE: violations one and two measurements ago. change_LE: their last
-    change less the effect of the bias. measured_LE: bias of the last measurement. push_LE: (g / Ti) I of the
-    integral. mean_LE: running mean of y, mean_square_L: the mean of its squares. ramp_L: 1 where a steady
-    drift has been found. owed_LE: error of the step before a change of law or gain, whose part in the next
-    step the push makes up for, 0 else. hold_LE: steps that a revived expert is left alone. least_gain_L:
-    asked for by `raise_gain`. gain_L: used last. trust_LE: factor of an expert's own step, less than 1 after
-    one that went too far, more after one that did too little. sd_L: standard
-    deviation of y that is taken for noise. swap_tau_LE, margin_tau_LE: tau as either statistic gives it.
+    slopes: see bias_slopes; tau_LE is in it. noise: see bias_noise. last_LE, earlier_LE: violations one
+    and two measurements ago. change_LE: their last change less the effect of the bias. measured_LE: bias
+    of the last measurement. push_LE: (g / Ti) I of the integral. mean_LE: running mean of y,
+    mean_square_L: the mean of its squares. ramp_L: 1 where a steady drift has been found. owed_LE: error
+    of the step before a change of law or gain, whose part in the next step the push makes up for, 0 else.
+    hold_LE: steps that a revived expert is left alone. least_gain_L: asked for by `raise_gain`. gain_L:
+    used last. trust_LE: factor of an expert's own step, less than 1 after one that went too far, more
+    after one that did too little. sd_L: standard deviation of y that is taken for noise.
     """
 
-    near_LE: Floats
-    wide_LE: Floats
-    tokens_L: Floats
-    delta_L: Floats
-    tau_LE: Floats
+    slopes: SlopeState
     noise: NoiseState
     last_LE: Floats
     earlier_LE: Floats
@@ -99,8 +85,6 @@ class IdentifiedState(NamedTuple):
     gain_L: Floats
     trust_LE: Floats
     sd_L: Floats
-    margin_tau_LE: Floats
-    swap_tau_LE: Floats
 
 
 def stability_limit(delay_steps: int) -> float:
@@ -148,10 +132,11 @@ def identified_law(
     def update(
         measurement: Measurement, actuated: Actuated, state: IdentifiedState
     ) -> tuple[Floats, IdentifiedState]:
-        aim_LE, state = _identify(measurement, state)
+        aim_LE, slopes = read_slopes(measurement, state.slopes)
+        state = state._replace(slopes=slopes)
         if measurement.num_tokens == 0:
             return np.zeros_like(measurement.counts_LE), state
-        if not state.tau_LE.any():  # nothing to steer by, unless it is that most experts are dead
+        if not state.slopes.tau_LE.any():  # nothing to steer by, unless it is that most experts are dead
             return _revive(measurement, actuated, np.zeros_like(measurement.counts_LE), delay_steps, state)
         y_LE, noise, state = _measure(measurement, actuated, state)
         gain_L = _gain(y_LE.shape[1], noise, cap) if gain is None else np.full(len(y_LE), gain)
@@ -163,7 +148,7 @@ def identified_law(
         kept = (held_LE, state.push_LE[held_LE])
         change_LE = np.empty_like(y_LE)
         bias_kernels().act_layers(
-            y_LE, state.earlier_LE, _FAR * state.sd_L, state.tau_LE, gain_L, state.ramp_L, ti,
+            y_LE, state.earlier_LE, _FAR * state.sd_L, state.slopes.tau_LE, gain_L, state.ramp_L, ti,
             actuated.lost_LE, state.push_LE, state.trust_LE, most_trust, _BEND, _MOST_STEP,
             y_LE if aim_LE is None else aim_LE, float(aim_LE is not None), change_LE,
         )  # fmt: skip
@@ -185,7 +170,7 @@ def identified_law(
     def report(state: IdentifiedState) -> dict[str, Floats]:
         return {
             "gain": state.gain_L,
-            "reinforcement": reinforcement(state.tau_LE.shape[1], state.noise),
+            "reinforcement": reinforcement(state.slopes.tau_LE.shape[1], state.noise),
             "most_gain": np.full_like(state.gain_L, limit),
         }
 
@@ -193,7 +178,7 @@ def identified_law(
         state = state._replace(least_gain_L=np.asarray(least_gain_L, dtype=np.float64).copy())
         if not steady:
             return state
-        error_LE = _error(state.last_LE, state.tau_LE)
+        error_LE = _error(state.last_LE, state.slopes.tau_LE)
         push_LE = state.push_LE + state.gain_L[:, None] * state.trust_LE * error_LE
         return state._replace(push_LE=push_LE, owed_LE=error_LE)
 
@@ -203,8 +188,9 @@ def identified_law(
         """With a finite Ti, the push with which the next change is the last one of the law before."""
         if not steady:
             return state
-        aim_LE, known = _identify(measurement, state)
-        error_LE = _error(measurement.violation_LE, known.tau_LE) if aim_LE is None else aim_LE
+        aim_LE, slopes = read_slopes(measurement, state.slopes)
+        known = state._replace(slopes=slopes)
+        error_LE = _error(measurement.violation_LE, known.slopes.tau_LE) if aim_LE is None else aim_LE
         return known._replace(push_LE=change_LE.copy(), owed_LE=error_LE)
 
     return Law(
@@ -221,11 +207,7 @@ def _init(num_layers: int, num_experts: int, top_k: int) -> IdentifiedState:
         return np.zeros(num_layers)
 
     return IdentifiedState(
-        near_LE=experts(),
-        wide_LE=experts(),
-        tokens_L=layers(),
-        delta_L=layers(),
-        tau_LE=experts(),
+        slopes=init_slopes(num_layers, num_experts),
         noise=init_noise(num_layers),
         last_LE=experts(),
         earlier_LE=experts(),
@@ -241,8 +223,6 @@ def _init(num_layers: int, num_experts: int, top_k: int) -> IdentifiedState:
         gain_L=layers(),
         trust_LE=np.ones((num_layers, num_experts)),
         sd_L=layers(),
-        margin_tau_LE=experts(),
-        swap_tau_LE=experts(),
     )
 
 
@@ -270,8 +250,8 @@ def _measure(
     sums_LX = np.empty((num_layers, NUM_SUMS))
     scale = num_experts / (measurement.num_tokens * measurement.top_k)
     bias_kernels().measure_layers(
-        measurement.counts_LE, scale, actuated.measured_LE, state.measured_LE, state.tau_LE, state.last_LE,
-        state.earlier_LE, state.change_LE, num_experts / measurement.top_k - 1.0,
+        measurement.counts_LE, scale, actuated.measured_LE, state.measured_LE, state.slopes.tau_LE,
+        state.last_LE, state.earlier_LE, state.change_LE, num_experts / measurement.top_k - 1.0,
         float(state.noise.steps), _RAMP_RATE, state.mean_LE, y_LE,
         change_LE, sums_LX,
     )  # fmt: skip
@@ -287,87 +267,6 @@ def _measure(
         measured_LE=actuated.measured_LE.copy(), sd_L=sd_L,
         mean_square_L=sums_LX[:, MEAN_SQUARE] / num_experts,
     )  # fmt: skip
-
-
-# ---- the slope of every expert --------------------------------------------------------------------------
-
-
-def _identify(measurement: Measurement, state: IdentifiedState) -> tuple[Floats | None, IdentifiedState]:
-    """Learn the slopes from what this step has; how far each expert is to go [L, E], where it has margins."""
-    counts_LEB, edges_X = measurement.margin_histogram_LEB, measurement.margin_edges_X
-    if counts_LEB is None or edges_X is None or not measurement.num_tokens:
-        return None, state if measurement.swaps_LE is None else _with_tau(_swapped(measurement, state))
-    margin_LE3, width = _read_margins(counts_LEB, edges_X, measurement)
-    found_LE, old_LE = (margin_LE3[..., 0] - margin_LE3[..., 2]) / (2.0 * width), state.margin_tau_LE
-    near_LE = (found_LE < 2.0 * old_LE) & (old_LE < 2.0 * found_LE)
-    smooth_LE = old_LE + _BLEND * (found_LE - old_LE)
-    tau_LE = np.where(near_LE, smooth_LE, np.where(found_LE > 0.0, found_LE, old_LE))
-    state = _swapped(measurement, state._replace(margin_tau_LE=tau_LE))
-    return -margin_LE3[..., 1], _with_tau(state)
-
-
-def _with_tau(state: IdentifiedState) -> IdentifiedState:
-    """The tau of the swaps, or of the margins where there are no swaps, or where they are too wide."""
-    swap_LE, margin_LE = state.swap_tau_LE, state.margin_tau_LE
-    believed_LE = (swap_LE > 0.0) & ((margin_LE == 0.0) | (swap_LE < _TOO_WIDE * margin_LE))
-    return state._replace(tau_LE=np.where(believed_LE, swap_LE, margin_LE))
-
-
-def _read_margins(
-    counts_LEB: NDArray[Any], edges_X: Floats, measurement: Measurement
-) -> tuple[Floats, float]:
-    """Margins [L, E, 3] above which r (1 - width), r and r (1 + width) of the tokens lie, and the width."""
-    r = measurement.top_k / counts_LEB.shape[1]
-    tokens = r * measurement.num_tokens
-    width = min(max(_WIDTH, min(0.5, 4.0 / math.sqrt(tokens))), 0.5 * (1.0 - r) / r)
-    counts_LEB = np.ascontiguousarray(counts_LEB, np.int64 if counts_LEB.dtype.kind in "iu" else np.float64)
-    margin_LE3 = np.empty((*counts_LEB.shape[:2], 3))
-    wanted_3 = tokens * np.array([1.0 - width, 1.0, 1.0 + width])
-    bias_kernels().read_margins(counts_LEB, finite_edges(edges_X, counts_LEB.shape[2]), wanted_3, margin_LE3)
-    return margin_LE3, width
-
-
-def _swapped(measurement: Measurement, state: IdentifiedState) -> IdentifiedState:
-    """Take in swap counts, where this step has them."""
-    if measurement.swaps_LE is None or measurement.wide_swaps_LE is None or not measurement.num_tokens:
-        return state
-    delta = measurement.swap_delta
-    if delta is None or not delta > 0:
-        raise ValueError(f"swap_delta={delta} must be above 0: swap counts are tokens with a gap below it")
-    old_L = np.where((state.delta_L == delta) & (state.tokens_L > 0), 1.0 - _SMOOTHING, 0.0)[:, None]
-    # wanted is the slope at balance, and a share's slope goes about with the share
-    share_LE = np.clip(1.0 + measurement.violation_LE, 1.0 / 3.0, 8.0)
-    near_LE = old_L * state.near_LE + measurement.swaps_LE / share_LE
-    wide_LE = old_L * state.wide_LE + measurement.wide_swaps_LE / share_LE
-    tokens_L = old_L[:, 0] * state.tokens_L + measurement.num_tokens
-    scaled_LE = (2.0 * near_LE - 0.5 * wide_LE) / (2.0 * tokens_L[:, None] * delta)
-    slope_LE = _shrunk(np.maximum(scaled_LE, 0.0), near_LE * _near_balance(measurement.violation_LE) ** 2)
-    r = measurement.top_k / slope_LE.shape[1]
-    eigen = slope_LE.shape[1] / (slope_LE.shape[1] - 1)
-    tau_LE = np.where(slope_LE > 0, r / np.maximum(slope_LE * eigen, 1e-300), state.swap_tau_LE)
-    return state._replace(
-        near_LE=near_LE, wide_LE=wide_LE, tokens_L=tokens_L, delta_L=np.full_like(tokens_L, delta),
-        swap_tau_LE=tau_LE,
-    )  # fmt: skip
-
-
-def _near_balance(y_LE: Floats) -> Floats:
-    """min(n/r, r/n): 1 at balance, 0 for an expert that gets nothing."""
-    share_LE = 1.0 + y_LE
-    return np.minimum(share_LE, 1.0 / np.maximum(share_LE, 1e-9))
-
-
-def _shrunk(slope_LE: Floats, hits_LE: Floats) -> Floats:
-    """Slopes drawn to the layer's mean where there are few hits, and none far below the median.
-
-    hits_LE: swaps that each expert's own slope rests on; far from balance they say little about it.
-    """
-    hits_L1 = hits_LE.sum(axis=1, keepdims=True)
-    plain_L1 = slope_LE.mean(axis=1, keepdims=True)
-    mean_L1 = ((hits_LE * slope_LE).sum(axis=1, keepdims=True) + plain_L1) / (hits_L1 + 1.0)
-    slope_LE = (hits_LE * slope_LE + _PRIOR_HITS * mean_L1) / (hits_LE + _PRIOR_HITS)
-    median_L1 = np.median(slope_LE, axis=1, keepdims=True)
-    return np.maximum(slope_LE, _LEAST_SLOPE * median_L1)
 
 
 # ---- a steady drift, a dead expert ----------------------------------------------------------------------
@@ -395,7 +294,7 @@ def _revive(
     swaps_LE = np.asarray(measurement.swaps_LE, dtype=np.float64)
     poor_LE = measurement.violation_LE < _DEAD_SHARE - 1.0
     live_LE = np.where(poor_LE, np.nan, swaps_LE)  # some expert always has its share
-    few_LE = swaps_LE <= _LEAST_SLOPE * np.nanmedian(live_LE, axis=1, keepdims=True)
+    few_LE = swaps_LE <= LEAST_SLOPE * np.nanmedian(live_LE, axis=1, keepdims=True)
     dead_LE = few_LE & poor_LE & (state.hold_LE == 0)
     if not dead_LE.any():
         return change_LE, state

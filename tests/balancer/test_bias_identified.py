@@ -69,7 +69,7 @@ def test_the_stability_limit_is_where_a_root_leaves_the_unit_circle(delay):
 def test_the_slope_is_that_of_the_swap_counts():
     state = settled(identified_law())
     # a = 2 a(delta) - a(2 delta) = 400 / (2 * 4000 * 1e-3) = 50; eigenvalue 50 * 8 / 7; r = 1/4
-    np.testing.assert_allclose(state.tau_LE, 0.25 / (50 * 8 / 7), rtol=1e-12)
+    np.testing.assert_allclose(state.slopes.tau_LE, 0.25 / (50 * 8 / 7), rtol=1e-12)
 
 
 def test_the_bias_of_a_finite_gap_is_taken_out():
@@ -77,7 +77,7 @@ def test_the_bias_of_a_finite_gap_is_taken_out():
     curved = swaps((1, 8)) | {"wide_swaps_LE": np.full((1, 8), 600.0)}  # a(delta) 50, a(2 delta) 37.5
     sample = measured(np.full((1, 8), 1000.0), **curved)
     _, state = the_law.update(sample, Actuated(zeros, zeros, zeros), the_law.init(1, 8, 2))
-    np.testing.assert_allclose(state.tau_LE, 0.25 / ((2 * 50 - 37.5) * 8 / 7), rtol=1e-12)
+    np.testing.assert_allclose(state.slopes.tau_LE, 0.25 / ((2 * 50 - 37.5) * 8 / 7), rtol=1e-12)
 
 
 def test_an_expert_far_from_balance_takes_the_slope_of_the_others():
@@ -88,7 +88,7 @@ def test_an_expert_far_from_balance_takes_the_slope_of_the_others():
     hits = np.array([[4 * 400 / 3] + [400.0] * 7])
     sample = measured(counts, swaps_LE=hits, wide_swaps_LE=2 * hits, swap_delta=1e-3)
     _, state = the_law.update(sample, Actuated(zeros, zeros, zeros), the_law.init(1, 8, 2))
-    assert 0.8 < state.tau_LE[0, 0] / state.tau_LE[0, 1] < 1.25
+    assert 0.8 < state.slopes.tau_LE[0, 0] / state.slopes.tau_LE[0, 1] < 1.25
 
 
 def test_a_jump_does_not_start_the_integral():
@@ -104,7 +104,7 @@ def test_a_jump_does_not_start_the_integral():
 def test_the_measured_slope_is_that_of_the_plant():
     config = PlantConfig(num_layers=2, num_experts=32, top_k=2, num_tokens=65536)
     _, _, bias, plant = run(config, identified_law(), 30)
-    np.testing.assert_allclose((1 / bias.law.tau_LE).mean(axis=1), plant_scale(plant), rtol=0.15)
+    np.testing.assert_allclose((1 / bias.law.slopes.tau_LE).mean(axis=1), plant_scale(plant), rtol=0.15)
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
@@ -166,7 +166,7 @@ def test_the_integral_does_not_wind_up_against_a_limit():
     change = zeros
     for step in range(1, 400):  # the router never moves: everything commanded is lost
         change, state = the_law.update(measured(tilted, step=step), Actuated(zeros, zeros, -change), state)
-    bound = np.abs(state.gain_L[:, None] * state.tau_LE * 0.2)
+    bound = np.abs(state.gain_L[:, None] * state.slopes.tau_LE * 0.2)
     assert (np.abs(state.push_LE) <= 2 * bound).all()
 
 
@@ -289,7 +289,7 @@ def test_margins_are_not_asked_for_at_rest():
     config = PlantConfig(num_layers=2, num_experts=16, top_k=2, num_tokens=65536, seed=1)
     found, asked, state = follow_margins(config, 40)
     assert found.max() < 0.5 and asked == 0
-    assert (state.law.margin_tau_LE > 0).all()
+    assert (state.law.slopes.margin_tau_LE > 0).all()
 
 
 def test_swaps_counted_in_too_wide_a_gap_give_way_to_the_margins():
@@ -301,10 +301,10 @@ def test_swaps_counted_in_too_wide_a_gap_give_way_to_the_margins():
     counts = np.full((1, 8), 1000.0)
     wide = measured(counts, **swaps((1, 8)), margin_histogram_LEB=margins, margin_edges_X=edges)
     _, state = the_law.update(wide, Actuated(zeros, zeros, zeros), the_law.init(1, 8, 2))
-    assert (state.swap_tau_LE > 100 * state.margin_tau_LE).all()
-    np.testing.assert_array_equal(state.tau_LE, state.margin_tau_LE)
+    assert (state.slopes.swap_tau_LE > 100 * state.slopes.margin_tau_LE).all()
+    np.testing.assert_array_equal(state.slopes.tau_LE, state.slopes.margin_tau_LE)
     # 1,250 tokens lie above -2^-17 * 250 / 3000, 750 above 2^-17 * 250 / 1000
-    np.testing.assert_allclose(state.tau_LE, 2.0**-17 * (0.25 + 250 / 3000) / 0.5)
+    np.testing.assert_allclose(state.slopes.tau_LE, 2.0**-17 * (0.25 + 250 / 3000) / 0.5)
 
 
 def test_margins_say_how_far_an_expert_is_to_go():
