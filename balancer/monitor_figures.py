@@ -109,7 +109,7 @@ def update_indicators(given: Given, rows_FL: Floats, state: IndicatorState) -> I
         rows_FL[ROW["confidence"]] = given.confidence_L
     if given.logit_rms_L is not None:
         rise_L, logits_L = _against(given.logit_rms_L, logits_L)
-        rows_FL[ROW["logit_rise"]] = rise_L
+        rows_FL[ROW["logit_rise"]] = np.where(np.isinf(rise_L), np.nan, rise_L)  # no logits rise no way
     if given.swaps_LE is not None and given.swap_delta is not None:
         share_L = given.swaps_LE.mean(axis=1) / (2.0 * given.swap_delta * rows_FL[ROW["tokens"]])
         rise_L, swaps_L = _against(share_L, swaps_L)
@@ -124,11 +124,13 @@ def update_indicators(given: Given, rows_FL: Floats, state: IndicatorState) -> I
 
 
 def _against(value_L: Floats, base_L: Floats) -> tuple[Floats, Floats]:
-    """ln of a value over its baseline, and the next baseline, of ln."""
-    log_L = np.log(np.maximum(value_L, 1e-300))
-    base_L = np.where(np.isnan(base_L), log_L, base_L)
-    rise_L = log_L - base_L
-    return rise_L, np.where(np.isnan(rise_L), base_L, base_L + _SLOW * rise_L)
+    """ln of a value over its baseline, and the next baseline, of ln. A value of 0 is none: -inf, and the
+    baseline stays, NaN where there is no baseline yet."""
+    known_L = value_L > 0
+    log_L = np.log(np.where(known_L, value_L, 1.0))
+    base_L = np.where(np.isnan(base_L) & known_L, log_L, base_L)
+    rise_L = np.where(known_L, log_L - base_L, np.where(value_L == 0, -np.inf - base_L, np.nan))
+    return rise_L, np.where(known_L, base_L + _SLOW * rise_L, base_L)
 
 
 def write_batch_dispersion(counts_LE: Floats, copies_L: Floats, given: Given, rows_FL: Floats) -> None:

@@ -15,6 +15,8 @@ def _dead(f: Figures, experts: int) -> str:
     dead, steps = f["dead_experts"], f["dead_window_steps"]
     if math.isnan(dead):
         return f"experts were dead; {steps:.0f} steps hold too few copies to tell now"
+    if dead == 0:
+        return f"experts were dead, and have hardly more: none under the bound over {_steps(steps)}"
     return f"{dead:.0f} of {experts} experts dead over {_steps(steps)}"
 
 

@@ -130,6 +130,8 @@ def _trim(
 ) -> tuple[list[Action], SupervisorState]:
     """ln base += clip(rate (excess - reference), +-(1 - beta2) ln 2): no doubling within Adam's memory.
 
+    Excess over noise: what no coefficient can level must not raise one.
+
     An overridden layer is not trimmed: what the override does would be taken for the trim's.
     """
     weight = 1.0 / config.trim_memory_steps
@@ -161,7 +163,7 @@ def _tell_trim(config: ControlConfig, state: SupervisorState) -> tuple[list[Acti
             kind="trim",
             layers=(layer,),
             values=(float(state.base_L[layer]),),
-            reason=f"layer {layer}: violation {state.excess_L[layer]:.3f} over its floor against a reference "
+            reason=f"layer {layer}: violation {state.excess_L[layer]:.3f} over its noise against a reference "
             f"of {config.trim_reference:.3f}: balance loss {state.told_L[layer]:.2e} -> "
             f"{state.base_L[layer]:.2e}",
         )

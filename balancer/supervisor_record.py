@@ -37,7 +37,9 @@ class Signals:
     """What the supervisor reads in a step.
 
     states: of each layer, "HEALTHY", "SKEWED", "COLLAPSING", "COLLAPSED" or "STALE". excess_L: [L] float64,
-    max violation over its noise floor; NaN where the layer had no load. gain_L, reinforcement_L, most_gain_L:
+    max violation of the mean load lately, over what noise of the measured dispersion gives, as the monitor's
+    mean_excess is: over the floor of a multinomial an even router with other noise would be trimmed for ever;
+    NaN where the layer had no load. gain_L, reinforcement_L, most_gain_L:
     [L], as the law reports them (shares of an error a step); None: unknown. checkpoint_steps: steps of the
     checkpoints that one can go back to.
     """

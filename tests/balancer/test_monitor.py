@@ -267,6 +267,51 @@ def test_leading_indicators_are_reported_and_raise_nothing():
     assert verdict.figures["aux_loss_over_balance"] == 0.25 and verdict.figures["confidence"] == 0.9
 
 
+def test_what_makes_the_state_is_said_first():
+    rng, monitor = np.random.default_rng(6), CollapseMonitor(L, E, K)
+    share_LE = shares(rng, 0.6)
+    run(monitor, [noisy(rng, share_LE) for _ in range(30)], **SKEWS["biases are at their limit"])
+    verdict = monitor.update(
+        5000, noisy(rng, share_LE), balancer_step=10, bias_LE=np.ones((L, E)), bias_limit_L=1
+    )[0]
+    assert verdict.state == "STALE" and len(verdict.reasons) == 4
+    assert "the balancer last acted 4990 steps ago" in verdict.reasons[0]
+    assert "no sample for 4971 steps" in verdict.reasons[1]
+    assert "max violation" in verdict.reasons[2]
+
+
+def test_a_sample_without_swaps_is_no_baseline_for_the_others():
+    monitor, each = CollapseMonitor(L, E, K), np.full((L, E), 40)
+    found = []
+    for t in range(40):
+        swaps_LE = each * (t != 20)
+        verdict = monitor.update(
+            t, uniform(), swaps_LE=swaps_LE, swap_delta=0.01, logit_rms_L=1.0 * (t != 20)
+        )[0]
+        found.append(verdict.figures["swap_density"])
+        assert (verdict.state, len(verdict.reasons)) == ("HEALTHY", int(t == 20))
+        assert np.isnan(verdict.figures["logit_rise"]) if t == 20 else verdict.figures["logit_rise"] == 0
+    assert found[20] == 0 and found[:20] + found[21:] == pytest.approx([1.0] * 39)
+
+
+def test_swaps_that_come_late_have_the_first_of_them_for_a_baseline():
+    monitor, each = CollapseMonitor(L, E, K), np.full((L, E), 40)
+    density = [
+        monitor.update(t, uniform(), swaps_LE=each * (t >= 5), swap_delta=0.01)[0].figures["swap_density"]
+        for t in range(8)
+    ]
+    assert np.isnan(density[:5]).all() and density[5:] == pytest.approx([1.0] * 3)
+
+
+def test_the_baseline_of_swaps_follows_what_changes_slowly():
+    monitor, least = CollapseMonitor(L, E, K), 1.0
+    for t in range(200):
+        swaps_LE = np.full((L, E), round(4000 * 0.99**t))
+        verdict = monitor.update(t, uniform(), swaps_LE=swaps_LE, swap_delta=0.01)[0]
+        least = min(least, verdict.figures["swap_density"])
+    assert least > 0.75  # lags by 1 / 0.05 samples of 1 %; without it 0.13
+
+
 def test_the_window_for_dead_experts_forgets():
     monitor = CollapseMonitor(1, E, K)
     dead_LE = uniform(1) * (np.arange(E) >= 4)

@@ -77,3 +77,77 @@ def test_what_is_only_autocorrelated_is_whitened_before_it_is_charted():
         )
     assert state.rises_L.sum() <= 2  # 200,000 samples at one false sign in 6e8 and what learning adds
     np.testing.assert_allclose(state.noise_L.mean(), 0.01, rtol=0.15)
+
+
+class Charts:
+    """Charts of some layers in their samples, with white noise of sd .1 around -1 behind them."""
+
+    def __init__(self, layers=1, quiet=300):
+        self.config, self.never = MonitorConfig(), np.zeros(layers, dtype=bool)
+        self.limits, self.state = chart_limits(self.config), init_charts(layers)
+        noise_TL = 0.1 * np.random.default_rng(4).standard_normal((quiet, layers))
+        start_charts(
+            np.full(layers, -1.0), np.full(layers, -9.0), np.full(layers, 0.1), self.never, self.state
+        )
+        for y_L in noise_TL - 1.0:
+            self.see(y_L)
+        assert self.state.rises_L.sum() == 0
+
+    def see(self, y_L, change=0.1):
+        layers = len(self.never)
+        self.state = update_charts(
+            int(self.state.seen_L[0]), np.asarray(y_L, dtype=float), np.full(layers, change),
+            np.full(layers, 0.1), 0.1, self.never, self.never, self.limits, self.config, self.state,
+        )  # fmt: skip
+
+
+def test_the_fast_chart_alone_takes_a_wild_sample_for_what_it_is():
+    charts = Charts()
+    charts.see([-0.7])  # 3 sd
+    assert charts.state.rises_L[0] == 0 and charts.state.charts_CL[2, 0] < 2.0
+    charts.see([0.0])  # 10 sd: more than its limit at once, and clipped to 4 no chart would cross
+    assert charts.state.rises_L[0] == 1 and charts.state.watch_L[0] == charts.config.watch_samples
+
+
+def test_the_other_charts_clip_a_wild_sample():
+    charts = Charts()
+    charts.limits = charts.limits._replace(limit_C1=np.array([[18.0], [9.0], [1e9]]))
+    before_C = charts.state.charts_CL[:, 0]
+    charts.see([2.0])  # 30 sd
+    rise_C = charts.state.charts_CL[:, 0] - before_C
+    assert charts.state.rises_L[0] == 0 and (rise_C[:2] < 4.0).all() and rise_C[2] > 20.0
+
+
+@pytest.mark.parametrize("part", [0.0, 0.45, 0.6, 0.9])
+def test_the_baseline_is_frozen_while_a_chart_is_half_full(part):
+    charts = Charts()
+    state = charts.state
+    charts.state = state._replace(charts_CL=part * charts.limits.limit_C1)
+    # what makes up for the slack, so that the charts stay where they are
+    charts.see(state.mean_L + 0.1 * (0.5 + 1.5 / np.sqrt(state.age_L)))
+    after, frozen = charts.state, part > 0.5
+    assert (after.mean_L[0] == state.mean_L[0]) == frozen
+    assert (after.var_L[0] == state.var_L[0]) == frozen
+    assert after.age_L[0] - state.age_L[0] == (not frozen)
+
+
+def test_the_baseline_is_frozen_while_an_alarm_is_on_and_in_a_jump():
+    charts = Charts()
+    before = charts.state
+    charts.state = before._replace(
+        growing_L=np.ones(1), peak_L=before.level_L + 9.0, from_L=before.level_L - 9.0
+    )
+    charts.see(before.mean_L + 0.05)
+    assert charts.state.growing_L[0] == 1 and charts.state.mean_L[0] == before.mean_L[0]
+    charts.state = before._replace(quiet_L=np.zeros(1))  # the second leap of a jump
+    charts.see(before.mean_L + 0.05, change=0.9)
+    assert charts.state.switches_L[0] == 0 and charts.state.mean_L[0] == before.mean_L[0]
+
+
+def test_growth_that_the_baseline_follows_is_an_alarm_by_its_blocks_alone():
+    charts, began = Charts(quiet=0), -1
+    for t in range(1200):  # .21 in a watch of 150 samples, which asks for .25
+        charts.see([-1.0 + 0.0014 * t])
+        if charts.state.growing_L[0] and began < 0:
+            began = t
+    assert began == 499  # five blocks

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from balancer.control_config import ControlConfig
+from balancer.dispersion import draw_counts
 from balancer.forecast_record import copy_state
+from balancer.loop import BalancerLoop
 from balancer.supervisor import Signals, init_supervisor, needed_checkpoint, update_supervisor
 
 CONFIG = ControlConfig(supervisor=True, trim_memory_steps=5, release_steps=10, override_gain=0.5)
@@ -106,11 +108,36 @@ def test_a_layer_without_load_is_not_trimmed():
     assert run.state.coefficient_L[1] > 0.01
 
 
+def trimmed(spread, phi, steps=600):
+    """Coefficient of a loop that starts with 1e-3, after so many steps of one load and its noise."""
+    rng, samples = np.random.default_rng(1), []
+    weight_LE = np.exp(spread * rng.standard_normal((2, 32)))
+    loop = BalancerLoop(
+        ControlConfig(supervisor=True), lambda: samples[-1], lambda *_: 0, num_layers=2, num_experts=32,
+        top_k=2, balance_loss=1e-3,
+    )  # fmt: skip
+    for step in range(steps):
+        counts_LE = draw_counts(rng, weight_LE / weight_LE.sum(axis=1, keepdims=True), 4096, phi)
+        samples.append({"step": step, "tokens_per_expert_LE": counts_LE})
+        coefficient_L = loop.step().balance_loss_L
+    return coefficient_L
+
+
+@pytest.mark.parametrize("phi", [1.0, 2.3, 8.0])
+def test_noise_of_an_even_router_raises_no_coefficient_whatever_its_dispersion(phi):
+    assert (trimmed(0.0, phi) < 1e-3).all()
+
+
+@pytest.mark.parametrize("phi", [1.0, 8.0])
+def test_an_uneven_router_is_trimmed_whatever_its_dispersion(phi):
+    assert (trimmed(0.3, phi) > 2e-3).all()
+
+
 def test_the_trim_is_told_at_each_doubling_with_its_figures():
     run = Run()
     actions = run.step("SKEWED", times=150, excess=[1.2])
     assert [action.kind for action in actions] == ["trim", "trim"]
-    assert "violation 1.200 over its floor against a reference of 0.200" in actions[1].reason
+    assert "violation 1.200 over its noise against a reference of 0.200" in actions[1].reason
     assert actions[0].values[0] == pytest.approx(0.02, rel=0.02)
 
 
