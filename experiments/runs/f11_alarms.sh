@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# F11: delay of the collapse monitor's alarms against false ones. Some 8 minutes on one core.
+# F11: delay of the collapse monitor's alarms against false ones. Some 5 minutes on one core.
 # With a recorded load: TRACE=FILE experiments/runs/f11_alarms.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
