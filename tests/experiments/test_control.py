@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from balancer import bias_identified, kernels, load_trace
+from balancer import bias_identified, bias_slopes, kernels, load_trace
 from balancer.bias import LAWS
 from balancer.control_config import ControlConfig
 from experiments.config import load_config
@@ -374,7 +374,8 @@ def test_the_kernels_of_the_law_run_before_the_first_step(monkeypatch, control, 
     def noting(name, run):
         return lambda *given: called.add(name) or run(*given)
 
-    monkeypatch.setattr(bias_identified, "bias_kernels", noted)
+    for module in (bias_identified, bias_slopes):
+        monkeypatch.setattr(module, "bias_kernels", noted)
     _compile(control, experts, top_k)
     assert called == set(vars(compiled))
 
