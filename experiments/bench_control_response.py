@@ -133,9 +133,11 @@ def run_speed(quick: bool) -> Found:
         plain = replace(
             wide, swaps_LE=None, wide_swaps_LE=None, score_histogram_LEB=None, swap_pairs_LEE=None
         )
-        state, times = init_bias(law_, layers_here, experts, 8), []
+        state, times, rng = init_bias(law_, layers_here, experts, 8), [], np.random.default_rng(TEST_SEED)
         for step in range(30):
-            measurement = replace(wide if step % 20 == 0 else plain, step=step)
+            # noise around balance: a load that never answers drives every bias into its limit
+            counts_LE = rng.multinomial(8 * wide.num_tokens, np.full(experts, 1 / experts), size=layers_here)
+            measurement = replace(wide if step % 20 == 0 else plain, step=step, counts_LE=1.0 * counts_LE)
             begun = time.perf_counter()
             _, state = update_bias(law_, measurement, state)
             times.append(time.perf_counter() - begun)
