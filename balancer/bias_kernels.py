@@ -16,7 +16,8 @@ ENTRIES = ("read_margins", "measure_layers", "act_layers")
 def read_margins(counts_LEB: Any, edges_X: Any, wanted_3: Any, found_LE3: Any) -> None:
     """Write the margins above which `wanted_3` tokens (increasing) lie, spread evenly within a bin.
 
-    counts_LEB: tokens by margin. edges_X: [B + 1] increasing. Of several margins that do (empty bins, and the
+    counts_LEB: [L, E, B] tokens by margin. edges_X: [B + 1] increasing, units of score. wanted_3: [3].
+    found_LE3: [L, E, 3], written, units of score. Of several margins that do (empty bins, and the
     number is that of whole bins) the middle one of the three takes that next to 0.
     """
     num_layers, num_experts, num_bins = counts_LEB.shape

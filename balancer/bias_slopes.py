@@ -55,7 +55,11 @@ def init_slopes(num_layers: int, num_experts: int) -> SlopeState:
 
 
 def read_slopes(measurement: Measurement, state: SlopeState) -> tuple[Floats | None, SlopeState]:
-    """Learn the slopes from what this step has; how far each expert is to go [L, E], where it has margins."""
+    """Learn the slopes from what this step has.
+
+    Returns how far each bias is to go, [L, E] float64 in units of score, None without margins; and the state.
+    Raises ValueError for edges that do not fit, or swaps without a swap_delta above 0.
+    """
     counts_LEB, edges_X = measurement.margin_histogram_LEB, measurement.margin_edges_X
     if counts_LEB is None or edges_X is None or not measurement.num_tokens:
         return None, state if measurement.swaps_LE is None else _with_tau(_swapped(measurement, state))

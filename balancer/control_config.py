@@ -80,7 +80,10 @@ class ControlConfig:
     )
     trim_reference: float = field(
         default=0.2,
-        metadata={"help": "max violation over its noise floor at which the coefficient stays; 0.1 to 0.5"},
+        metadata={
+            "help": "max violation of the mean load lately, over its noise, at which the coefficient stays; "
+            "0.1 to 0.5"
+        },
     )
     trim_memory_steps: int = field(
         default=50,
