@@ -335,3 +335,14 @@ def test_most_experts_dead_are_revived_by_their_scores_where_there_are_no_margin
     change, state = the_law.update(sample, Actuated(zeros, zeros, zeros), the_law.init(1, 16, 2))
     assert (state.hold_LE[0, 4:] > 0).all() and (state.hold_LE[0, :4] == 0).all()
     assert (change[0, 4:] > 0.3).all()
+
+
+def test_far_too_much_counts_less_than_in_proportion_and_too_little_as_it_is():
+    the_law, zeros = identified_law(gain=0.5), np.zeros((1, 8))
+    state = settled(the_law)
+    counts = np.array([[4000.0, 0.0] + [4000.0 / 6] * 6])  # y = 3, -1 and -1/3
+    change, state = the_law.update(measured(counts, step=1), Actuated(zeros, zeros, zeros), state)
+    step = -0.5 * state.slopes.tau_LE[0]
+    np.testing.assert_allclose(
+        change[0, :3] / step[:3], [3.0 / (1.0 + 3.0 / 8.0), -1.0, -1.0 / 3.0], rtol=1e-9
+    )
